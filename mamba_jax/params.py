@@ -1,0 +1,208 @@
+"""The weights of a model as one frozen pytree; every array keeps the orientation (out, in) that checkpoints have."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from mamba_jax.config import MambaConfig
+
+
+@struct.dataclass
+class Mamba1Layer:
+    """One Mamba-1 layer. dt_bias, A_log and D are float32 whatever the model's dtype."""
+
+    norm: Float[Array, "m"]
+    norm_bias: Float[Array, "m"] | None
+    in_proj: Float[Array, "2*d m"]
+    in_proj_bias: Float[Array, "2*d"] | None
+    conv: Float[Array, "d w"]
+    conv_bias: Float[Array, "d"] | None
+    x_proj: Float[Array, "r+2*n d"]
+    dt_proj: Float[Array, "d r"]
+    dt_bias: Float[Array, "d"]
+    A_log: Float[Array, "d n"]
+    D: Float[Array, "d"]
+    out_proj: Float[Array, "m d"]
+    out_proj_bias: Float[Array, "m"] | None
+
+
+@struct.dataclass
+class Mamba2Layer:
+    """One Mamba-2 layer. dt_bias, A_log and D are float32 whatever the model's dtype."""
+
+    norm: Float[Array, "m"]
+    norm_bias: Float[Array, "m"] | None
+    in_proj: Float[Array, "2*d+2*g*n+h m"]
+    in_proj_bias: Float[Array, "2*d+2*g*n+h"] | None
+    conv: Float[Array, "d+2*g*n w"]
+    conv_bias: Float[Array, "d+2*g*n"] | None
+    dt_bias: Float[Array, "h"]
+    A_log: Float[Array, "h"]
+    D: Float[Array, "h"] | Float[Array, "h p"]
+    gated_norm: Float[Array, "d"] | None
+    out_proj: Float[Array, "m d"]
+    out_proj_bias: Float[Array, "m"] | None
+
+
+Layer = Mamba1Layer | Mamba2Layer
+FLOAT32_FIELDS = frozenset({"dt_bias", "A_log", "D"})
+
+
+@dataclasses.dataclass(frozen=True)
+class TextInfo:
+    """What a checkpoint says about text: static, and no part of any program.
+
+    Attributes:
+        tokenizer: folder (or hub id) that holds the tokenizer, if the checkpoint came with one.
+        eos_token_ids: ids that end a generation unless the caller names others.
+        bos_token_id: id that begins a text, if the checkpoint names one.
+        pad_token_id: id used for padding, if the checkpoint names one; only written back by `save`.
+    """
+
+    tokenizer: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@struct.dataclass
+class Params:
+    """A model: weights as leaves, architecture and text information as static fields."""
+
+    embedding: Float[Array, "v m"]
+    layers: tuple[Layer, ...]
+    norm_f: Float[Array, "m"]
+    norm_f_bias: Float[Array, "m"] | None
+    lm_head: Float[Array, "v m"] | None  # None: tied to the embedding
+    config: MambaConfig = struct.field(pytree_node=False)
+    text: TextInfo = struct.field(pytree_node=False, default=TextInfo())
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weights and of the activations between layers."""
+        return self.embedding.dtype
+
+
+def layer_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's weights by field name; fields the architecture does not have are left out."""
+    c, m, d = config, config.d_model, config.d_inner
+    shapes: dict[str, tuple[int, ...]] = {
+        "norm": (m,),
+        "in_proj": (c.in_proj_width, m),
+        "conv": (c.conv_channels, c.d_conv),
+        "out_proj": (m, d),
+    }
+    if c.block_norm == "layer":
+        shapes["norm_bias"] = (m,)
+    if c.conv_bias:
+        shapes["conv_bias"] = (c.conv_channels,)
+    if c.proj_bias:
+        shapes |= {"in_proj_bias": (c.in_proj_width,), "out_proj_bias": (m,)}
+    if c.layer == "mamba1":
+        shapes |= {
+            "x_proj": (c.dt_rank + 2 * c.d_state, d),
+            "dt_proj": (d, c.dt_rank),
+            "dt_bias": (d,),
+            "A_log": (d, c.d_state),
+            "D": (d,),
+        }
+    else:
+        shapes |= {
+            "dt_bias": (c.nheads,),
+            "A_log": (c.nheads,),
+            "D": (c.nheads, c.headdim) if c.D_has_hdim else (c.nheads,),
+        }
+        if c.gated_norm:
+            shapes["gated_norm"] = (d,)
+    return shapes
+
+
+def build_params(
+    config: MambaConfig,
+    dtype: DTypeLike,
+    make: Callable[[str, tuple[int, ...], jnp.dtype], Any],
+    text: TextInfo = TextInfo(),  # noqa: B008 - frozen
+) -> Params:
+    """Build a `Params` by calling `make(path, shape, dtype)` for each weight; paths read "layers.3.in_proj"."""
+    dtype, c = jnp.dtype(dtype), config
+    cls = Mamba1Layer if c.layer == "mamba1" else Mamba2Layer
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def layer(i: int) -> Layer:
+        shapes = layer_shapes(c)
+        leaves = {
+            name: make(f"layers.{i}.{name}", shapes[name], jnp.dtype("float32") if name in FLOAT32_FIELDS else dtype)
+            if name in shapes
+            else None
+            for name in names
+        }
+        return cls(**leaves)
+
+    v, m = c.padded_vocab_size, c.d_model
+    return Params(
+        embedding=make("embedding", (v, m), dtype),
+        layers=tuple(layer(i) for i in range(c.n_layer)),
+        norm_f=make("norm_f", (m,), dtype),
+        norm_f_bias=make("norm_f_bias", (m,), dtype) if c.block_norm == "layer" else None,
+        lm_head=None if c.tie_embeddings else make("lm_head", (v, m), dtype),
+        config=config,
+        text=text,
+    )
+
+
+def param_shapes(config: MambaConfig, dtype: DTypeLike = jnp.float32) -> Params:
+    """The model as `jax.ShapeDtypeStruct` leaves: for ahead-of-time compilation and for checking a checkpoint."""
+    return build_params(config, dtype, lambda _, shape, dt: jax.ShapeDtypeStruct(shape, dt))
+
+
+def init_params(config: MambaConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random weights as mamba_ssm initialises them: A in [1, 16] (or 1..d_state), dt in [1e-3, 1e-1], scaled out_proj.
+
+    Args:
+        config: the architecture.
+        key: a `jax.random.key`.
+        dtype: of the weights; A_log, D and dt_bias are float32 always.
+
+    Returns:
+        The model.
+    """
+    count = 0
+
+    def make(path: str, shape: tuple[int, ...], dt: jnp.dtype) -> Array:
+        nonlocal count
+        count += 1
+        sub, name = jax.random.fold_in(key, count), path.rsplit(".", 1)[-1]
+        return _init_leaf(config, sub, name, shape).astype(dt)
+
+    return build_params(config, dtype, make)
+
+
+def _init_leaf(config: MambaConfig, key: PRNGKeyArray, name: str, shape: tuple[int, ...]) -> Array:
+    if name in ("embedding", "lm_head"):
+        return 0.02 * jax.random.normal(key, shape)
+    if name in ("norm", "norm_f", "gated_norm", "D"):
+        return jnp.ones(shape)
+    if name.endswith("_bias") and name not in ("dt_bias", "conv_bias"):
+        return jnp.zeros(shape)
+    if name == "A_log" and config.layer == "mamba1":
+        return jnp.broadcast_to(jnp.log(jnp.arange(1.0, shape[1] + 1.0)), shape)
+    if name == "A_log":
+        return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
+    if name == "dt_bias":
+        dt = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
+        return dt + jnp.log(-jnp.expm1(-jnp.maximum(dt, 1e-4)))  # inverse of softplus
+    if name == "dt_proj":
+        bound = shape[1] ** -0.5
+    elif name in ("conv", "conv_bias"):
+        bound = config.d_conv**-0.5  # torch's Conv1d: one input channel a group
+    else:
+        bound = shape[-1] ** -0.5  # torch's Linear
+    weight = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+    return weight / math.sqrt(config.n_layer) if name == "out_proj" else weight
