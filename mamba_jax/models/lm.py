@@ -1,0 +1,291 @@
+"""The language model around the mixers: embedding -> [residual + mixer(norm(residual))] x n_layer -> norm -> head.
+
+Everything is a pure function of `Params`; layers are unrolled, since a scan over stacked weights copies each layer's
+weights every step (docs/design.md, "Layers").
+"""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.cache import MambaCache, init_cache
+from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
+from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
+from mamba_jax.ops.linear import linear
+from mamba_jax.ops.norm import layer_norm, rms_norm
+from mamba_jax.params import Params
+from mamba_jax.scheduler.chunks import default_chunk_size
+
+
+def hidden_states(
+    params: Params,
+    tokens: Int[Array, "b l"],
+    cache: MambaCache | None,
+    *,
+    lengths: Int[Array, "b"] | None = None,
+    segment_ids: Int[Array, "b l"] | None = None,
+    chunk_size: int,
+    every_layer: bool = False,
+) -> tuple[Float[Array, "b l m"] | tuple[Float[Array, "b l m"], ...], MambaCache]:
+    """Final hidden states (after norm_f) of a block of positions, and the cache after it.
+
+    Args:
+        params: the model.
+        tokens: ids; one outside the embedding gives NaN, never another token's row.
+        cache: state before the block; None is the zero state.
+        lengths: valid positions of each row, the rest being padding on the right; 0 leaves the row's cache alone.
+        segment_ids: packed sequences; see `forward`.
+        chunk_size: of the scans.
+        every_layer: return the input of every layer before the final hidden states, as a tuple.
+
+    Returns:
+        Hidden states in the weights' dtype, and the cache.
+    """
+    config = params.config
+    if cache is None:
+        cache = init_cache(config, tokens.shape[0], params.dtype)
+    mixer = mamba1_mixer if config.layer == "mamba1" else mamba2_mixer
+    residual, inputs, conv, ssm = _embed(params, tokens), [], [], []
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            if every_layer:
+                inputs.append(residual.astype(params.dtype))
+            u = _block_norm(params, residual, layer.norm, layer.norm_bias)
+            y, conv_state, ssm_state = mixer(
+                layer,
+                config,
+                u,
+                cache.conv[i],
+                cache.ssm[i],
+                lengths=lengths,
+                segment_ids=segment_ids,
+                chunk_size=chunk_size,
+            )
+            residual = residual + y.astype(residual.dtype)
+            conv.append(conv_state.astype(cache.conv[i].dtype))
+            ssm.append(ssm_state.astype(cache.ssm[i].dtype))
+    hidden = _block_norm(params, residual, params.norm_f, params.norm_f_bias)
+    return (*inputs, hidden) if every_layer else hidden, MambaCache(conv=tuple(conv), ssm=tuple(ssm))
+
+
+def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
+    """Float32 logits after one more token a row, and the cache; the recurrence itself, never the chunked scan."""
+    config = params.config
+    mixer_step = mamba1_step if config.layer == "mamba1" else mamba2_step
+    residual, conv, ssm = _embed(params, tokens), [], []
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            u = _block_norm(params, residual, layer.norm, layer.norm_bias)
+            y, conv_state, ssm_state = mixer_step(layer, config, u, cache.conv[i], cache.ssm[i])
+            residual = residual + y.astype(residual.dtype)
+            conv.append(conv_state.astype(cache.conv[i].dtype))
+            ssm.append(ssm_state.astype(cache.ssm[i].dtype))
+    hidden = _block_norm(params, residual, params.norm_f, params.norm_f_bias)
+    return head(params, hidden), MambaCache(conv=tuple(conv), ssm=tuple(ssm))
+
+
+def head(params: Params, hidden: Float[Array, "... m"]) -> Float[Array, "... v"]:
+    """Float32 logits of final hidden states."""
+    with jax.named_scope("head"):
+        weight = params.embedding if params.lm_head is None else params.lm_head
+        return linear(hidden, weight, out_dtype=jnp.float32)
+
+
+def last_valid(x: Float[Array, "b l m"], lengths: Int[Array, "b"] | None) -> Float[Array, "b m"]:
+    """Each row's entry at its last valid position (position 0 where a row has none)."""
+    if lengths is None:
+        return x[:, -1]
+    index = jnp.maximum(lengths - 1, 0)
+    return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+
+
+@overload
+def forward(
+    params: Params,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    cache: MambaCache | None = None,
+    chunk_size: int | Literal["auto"] = "auto",
+    output_hidden_states: Literal[False] = False,
+) -> Float[Array, "b l v"]: ...
+
+
+@overload
+def forward(
+    params: Params,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    cache: MambaCache | None = None,
+    chunk_size: int | Literal["auto"] = "auto",
+    output_hidden_states: Literal[True],
+) -> tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]: ...
+
+
+def forward(
+    params: Params,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    cache: MambaCache | None = None,
+    chunk_size: int | Literal["auto"] = "auto",
+    output_hidden_states: bool = False,
+) -> Float[Array, "b l v"] | tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]:
+    """Logits of every position. Differentiable.
+
+    Args:
+        params: the model.
+        tokens: (b, l) integer ids.
+        lengths: (b,) valid positions a row; the rest is padding on the right, whose logits mean nothing.
+        segment_ids: (b, l) packed sequences: neighbouring positions of one id belong together and see nothing of
+            others; negative ids are padding, on the left as well as on the right. Not with lengths or cache.
+        cache: the state that precedes the first position; None is the zero state.
+        chunk_size: of the scans; speed only, never results. "auto" picks one for the platform and the length.
+        output_hidden_states: also return the hidden states.
+
+    Returns:
+        (b, l, padded vocab_size) float32 logits; with output_hidden_states, also a tuple of n_layer + 1 arrays
+        (b, l, d_model) in the weights' dtype: what enters each layer, then the final states after norm_f.
+
+    Raises:
+        ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+    """
+    tokens, lengths, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
+    if segment_ids is not None:
+        if lengths is not None or cache is not None:
+            raise ValueError("segment_ids: wanted neither lengths nor cache beside it; give padding a negative id")
+        segment_ids = _check_integers("segment_ids", segment_ids, tokens.shape)
+    return _forward(params, tokens, lengths, segment_ids, cache, chunk_size, output_hidden_states)
+
+
+def prefill(
+    params: Params,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    cache: MambaCache | None = None,
+    chunk_size: int | Literal["auto"] = "auto",
+) -> tuple[Float[Array, "b v"], MambaCache]:
+    """Read a block of positions: logits of each row's last valid position, and the cache after it.
+
+    Args:
+        params: the model.
+        tokens: (b, l) integer ids, any l >= 1.
+        lengths: (b,) valid positions a row, at least 1; the rest is padding on the right.
+        cache: continue from this cache (it is left as it was); None starts from the zero state.
+        chunk_size: as in `forward`.
+
+    Returns:
+        (b, padded vocab_size) float32 logits and the cache.
+
+    Raises:
+        ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+    """
+    tokens, lengths, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
+    return _prefill(params, tokens, lengths, cache, chunk_size)
+
+
+def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
+    """One more token a row.
+
+    Args:
+        params: the model.
+        tokens: (b,) integer ids.
+        cache: the state before them (it is left as it was).
+
+    Returns:
+        (b, padded vocab_size) float32 logits and the cache, of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+    """
+    tokens = _check_tokens(params, tokens, ndim=1)
+    _check_cache(params, cache, tokens.shape[0])
+    return _step(params, tokens, cache)
+
+
+@jax.jit(static_argnames=("chunk_size", "output_hidden_states"))
+def _forward(params, tokens, lengths, segment_ids, cache, chunk_size, output_hidden_states):
+    hidden, _ = hidden_states(
+        params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size, every_layer=True
+    )
+    logits = head(params, hidden[-1])
+    return (logits, hidden) if output_hidden_states else logits
+
+
+@jax.jit(static_argnames="chunk_size")
+def _prefill(params, tokens, lengths, cache, chunk_size):
+    hidden, cache = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    return head(params, last_valid(hidden, lengths)), cache
+
+
+_step = jax.jit(decode_step)
+
+
+def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
+    with jax.named_scope("embedding"):
+        rows = params.embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return rows.astype(jnp.float32) if params.config.residual_in_fp32 else rows
+
+
+def _block_norm(params: Params, residual: Array, weight: Array, bias: Array | None) -> Array:
+    with jax.named_scope("norm"):
+        if params.config.block_norm == "layer":
+            return layer_norm(residual, weight, bias, params.config.norm_eps).astype(params.dtype)
+        return rms_norm(residual, weight, params.config.norm_eps).astype(params.dtype)
+
+
+def _check_block(params, tokens, lengths, cache, chunk_size):
+    tokens = _check_tokens(params, tokens, ndim=2)
+    batch, length = tokens.shape
+    if lengths is not None:
+        lengths = _check_integers("lengths", lengths, (batch,))
+        if not isinstance(lengths, jax.core.Tracer):
+            host = np.asarray(lengths)
+            if host.min() < 1 or host.max() > length:
+                raise ValueError(f"lengths: got {host.tolist()}, wanted each from 1 to {length}, the width of tokens")
+    if cache is not None:
+        _check_cache(params, cache, batch)
+    if chunk_size == "auto":
+        chunk_size = default_chunk_size(jax.default_backend(), params.config.layer, length)
+    elif not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size!r}, wanted 'auto' or an integer of at least 1")
+    return tokens, lengths, chunk_size
+
+
+def _check_integers(name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != shape:
+        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted integers of shape {list(shape)}")
+    return array
+
+
+def _check_tokens(params: Params, tokens: ArrayLike, ndim: int) -> Array:
+    wanted = "(batch, length)" if ndim == 2 else "(batch,)"
+    array = jnp.asarray(tokens)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != ndim or array.size == 0:
+        raise ValueError(
+            f"tokens: got {array.dtype}{list(array.shape)}, wanted integers of shape {wanted} with at least one entry"
+        )
+    if not isinstance(array, jax.core.Tracer):
+        host, rows = np.asarray(tokens), params.embedding.shape[0]
+        if host.min() < 0 or host.max() >= rows:
+            raise ValueError(f"tokens: got ids from {host.min()} to {host.max()}, wanted 0 to {rows - 1}")
+    return array
+
+
+def _check_cache(params: Params, cache: MambaCache, batch: int) -> None:
+    wanted = jax.eval_shape(lambda: init_cache(params.config, batch, params.dtype))
+    got_shapes = jax.tree.map(lambda x: tuple(x.shape), cache)
+    wanted_shapes = jax.tree.map(lambda x: tuple(x.shape), wanted)
+    if got_shapes != wanted_shapes:
+        got, want = (f"{c.conv[0]} and {c.ssm[0]} x {len(c.conv)} layers" for c in (got_shapes, wanted_shapes))
+        raise ValueError(f"cache: got windows and states {got}, wanted {want} for this model and batch {batch}")

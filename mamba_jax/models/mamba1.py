@@ -1,0 +1,86 @@
+"""The Mamba-1 mixer: in_proj -> causal convolution of x -> selective scan -> gate -> out_proj.
+
+Source: Gu and Dao, "Mamba" (2023), section 3; names follow mamba_ssm. Falcon-Mamba adds a weightless RMSNorm on B, C
+and the low-rank dt, before dt_proj.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.config import MambaConfig
+from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
+from mamba_jax.ops.linear import linear
+from mamba_jax.ops.norm import rms_norm
+from mamba_jax.ops.scan import selective_scan, selective_scan_step
+from mamba_jax.params import Mamba1Layer
+
+
+def mamba1_mixer(
+    layer: Mamba1Layer,
+    config: MambaConfig,
+    u: Float[Array, "b l m"],
+    conv_state: Float[Array, "b w-1 d"],
+    ssm_state: Float[Array, "b n d"] | None,
+    *,
+    lengths: Int[Array, "b"] | None,
+    segment_ids: Int[Array, "b l"] | None,
+    chunk_size: int,
+) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d"], Float[Array, "b n d"]]:
+    """Mix a block of positions; returns the output and the two states after each row's last valid position."""
+    with jax.named_scope("in_proj"):
+        x, z = jnp.split(linear(u, layer.in_proj, layer.in_proj_bias), 2, axis=-1)
+    with jax.named_scope("conv"):
+        x, conv_state = causal_conv1d(
+            x, layer.conv, layer.conv_bias, window=conv_state, lengths=lengths, segment_ids=segment_ids
+        )
+    with jax.named_scope("x_proj"):
+        dt, B, C = _select(layer, config, x)
+    with jax.named_scope("scan"):
+        y, ssm_state = selective_scan(
+            x,
+            dt,
+            -jnp.exp(layer.A_log),
+            B,
+            C,
+            chunk_size=chunk_size,
+            D=layer.D,
+            z=z,
+            dt_bias=layer.dt_bias,
+            dt_softplus=True,
+            initial_state=ssm_state,
+            lengths=lengths,
+            segment_ids=segment_ids,
+        )
+    with jax.named_scope("out_proj"):
+        return linear(y, layer.out_proj, layer.out_proj_bias), conv_state, ssm_state
+
+
+def mamba1_step(
+    layer: Mamba1Layer,
+    config: MambaConfig,
+    u: Float[Array, "b m"],
+    conv_state: Float[Array, "b w-1 d"],
+    ssm_state: Float[Array, "b n d"],
+) -> tuple[Float[Array, "b m"], Float[Array, "b w-1 d"], Float[Array, "b n d"]]:
+    """Mix one position a row by the recurrence itself."""
+    with jax.named_scope("in_proj"):
+        x, z = jnp.split(linear(u, layer.in_proj, layer.in_proj_bias), 2, axis=-1)
+    with jax.named_scope("conv"):
+        x, conv_state = causal_conv1d_step(x, layer.conv, layer.conv_bias, conv_state)
+    with jax.named_scope("x_proj"):
+        dt, B, C = _select(layer, config, x)
+    with jax.named_scope("scan"):
+        y, ssm_state = selective_scan_step(
+            x, dt, -jnp.exp(layer.A_log), B, C, ssm_state, D=layer.D, z=z, dt_bias=layer.dt_bias, dt_softplus=True
+        )
+    with jax.named_scope("out_proj"):
+        return linear(y, layer.out_proj, layer.out_proj_bias), conv_state, ssm_state
+
+
+def _select(layer: Mamba1Layer, config: MambaConfig, x: Array) -> tuple[Array, Array, Array]:
+    """dt, B and C of each position; dt_bias is added in the scan, in float32."""
+    dt, B, C = jnp.split(linear(x, layer.x_proj), (config.dt_rank, config.dt_rank + config.d_state), axis=-1)
+    if config.bcdt_norm_eps is not None:
+        dt, B, C = (rms_norm(t, None, config.bcdt_norm_eps) for t in (dt, B, C))
+    return linear(dt, layer.dt_proj), B, C

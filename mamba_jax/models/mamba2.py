@@ -1,0 +1,116 @@
+"""The Mamba-2 mixer: in_proj -> causal convolution of x, B, C -> SSD -> gated norm -> out_proj.
+
+Source: Dao and Gu, "Transformers are SSMs" (2024), section 7; names follow mamba_ssm.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.config import MambaConfig
+from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
+from mamba_jax.ops.linear import linear
+from mamba_jax.ops.norm import gated_rms_norm
+from mamba_jax.ops.ssd import ssd, ssd_step
+from mamba_jax.params import Mamba2Layer
+
+
+def mamba2_mixer(
+    layer: Mamba2Layer,
+    config: MambaConfig,
+    u: Float[Array, "b l m"],
+    conv_state: Float[Array, "b w-1 d+2*g*n"],
+    ssm_state: Float[Array, "b h p n"] | None,
+    *,
+    lengths: Int[Array, "b"] | None,
+    segment_ids: Int[Array, "b l"] | None,
+    chunk_size: int,
+) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"]]:
+    """Mix a block of positions; returns the output and the two states after each row's last valid position."""
+    with jax.named_scope("in_proj"):
+        z, xBC, dt = _split_zxbcdt(config, linear(u, layer.in_proj, layer.in_proj_bias))
+    with jax.named_scope("conv"):
+        xBC, conv_state = causal_conv1d(
+            xBC, layer.conv, layer.conv_bias, window=conv_state, lengths=lengths, segment_ids=segment_ids
+        )
+        x, B, C = _split_xBC(config, xBC)
+    with jax.named_scope("ssd"):
+        fuse_gate = not config.gated_norm
+        y, ssm_state = ssd(
+            x,
+            dt,
+            -jnp.exp(layer.A_log),
+            B,
+            C,
+            chunk_size=chunk_size,
+            D=layer.D,
+            z=_heads(config, z) if fuse_gate else None,
+            dt_bias=layer.dt_bias,
+            dt_softplus=True,
+            dt_limit=config.dt_limit,
+            initial_state=ssm_state,
+            lengths=lengths,
+            segment_ids=segment_ids,
+        )
+    return _gate_and_project(layer, config, y, z), conv_state, ssm_state
+
+
+def mamba2_step(
+    layer: Mamba2Layer,
+    config: MambaConfig,
+    u: Float[Array, "b m"],
+    conv_state: Float[Array, "b w-1 d+2*g*n"],
+    ssm_state: Float[Array, "b h p n"],
+) -> tuple[Float[Array, "b m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"]]:
+    """Mix one position a row by the recurrence itself."""
+    with jax.named_scope("in_proj"):
+        z, xBC, dt = _split_zxbcdt(config, linear(u, layer.in_proj, layer.in_proj_bias))
+    with jax.named_scope("conv"):
+        xBC, conv_state = causal_conv1d_step(xBC, layer.conv, layer.conv_bias, conv_state)
+        x, B, C = _split_xBC(config, xBC)
+    with jax.named_scope("ssd"):
+        fuse_gate = not config.gated_norm
+        y, ssm_state = ssd_step(
+            x,
+            dt,
+            -jnp.exp(layer.A_log),
+            B,
+            C,
+            ssm_state,
+            D=layer.D,
+            z=_heads(config, z) if fuse_gate else None,
+            dt_bias=layer.dt_bias,
+            dt_softplus=True,
+            dt_limit=config.dt_limit,
+        )
+    return _gate_and_project(layer, config, y, z), conv_state, ssm_state
+
+
+def _split_zxbcdt(config: MambaConfig, zxbcdt: Array) -> tuple[Array, Array, Array]:
+    return tuple(jnp.split(zxbcdt, (config.d_inner, config.d_inner + config.conv_channels), axis=-1))
+
+
+def _split_xBC(config: MambaConfig, xBC: Array) -> tuple[Array, Array, Array]:
+    x, B, C = jnp.split(xBC, (config.d_inner, config.d_inner + config.ngroups * config.d_state), axis=-1)
+    groups = (*x.shape[:-1], config.ngroups, config.d_state)
+    return _heads(config, x), B.reshape(groups), C.reshape(groups)
+
+
+def _heads(config: MambaConfig, x: Array) -> Array:
+    return x.reshape(*x.shape[:-1], config.nheads, config.headdim)
+
+
+def _gate_and_project(layer: Mamba2Layer, config: MambaConfig, y: Array, z: Array) -> Array:
+    y = y.reshape(z.shape)
+    if layer.gated_norm is not None:
+        with jax.named_scope("gated_norm"):
+            y = gated_rms_norm(
+                y,
+                z,
+                layer.gated_norm,
+                config.norm_eps,
+                ngroups=config.ngroups,
+                norm_before_gate=config.norm_before_gate,
+            )
+    with jax.named_scope("out_proj"):
+        return linear(y, layer.out_proj, layer.out_proj_bias)

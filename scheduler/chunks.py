@@ -1,0 +1,17 @@
+"""Chunk size when nobody measured: a stated rule by platform, layer kind and length."""
+
+
+def default_chunk_size(platform: str, layer: str, length: int) -> int:
+    """Chunk size of the scans for a block of `length` positions.
+
+    Args:
+        platform: "cpu", "gpu" ("cuda", "rocm") or "tpu".
+        layer: "mamba1" or "mamba2".
+        length: positions in the block.
+
+    Returns:
+        A power of two, no longer than needed to cover the block.
+    """
+    best = {"mamba1": 128, "mamba2": 64} if platform == "cpu" else {"mamba1": 64, "mamba2": 256}
+    covering = 1 << max(length - 1, 0).bit_length()
+    return min(best[layer], covering)
