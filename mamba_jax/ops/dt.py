@@ -1,0 +1,39 @@
+"""The step size dt of both scans: dt = clamp(softplus(dt_raw + dt_bias), dt_limit), float32, and 0 at padding."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def step_size(
+    dt: Float[Array, "*b channels"],
+    dt_bias: Float[Array, "channels"] | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    valid: Bool[Array, "*b"] | None = None,
+) -> Float[Array, "*b channels"]:
+    """Compute dt in float32.
+
+    Args:
+        dt: raw steps, any float dtype.
+        dt_bias: added before the softplus.
+        dt_softplus: apply softplus, in the form that does not overflow.
+        dt_limit: (low, high) clamp, after the softplus.
+        valid: False at padding. Its dt becomes 0 after the clamp (a positive low must not undo it), so that padding
+            neither decays the state nor enters it.
+
+    Returns:
+        dt, float32.
+    """
+    dt = dt.astype(jnp.float32)
+    if dt_bias is not None:
+        dt = dt + dt_bias.astype(jnp.float32)
+    if dt_softplus:
+        dt = jax.nn.softplus(dt)
+    if dt_limit != (0.0, math.inf):
+        dt = jnp.clip(dt, *dt_limit)
+    if valid is not None:
+        dt = jnp.where(valid[..., None], dt, 0.0)
+    return dt

@@ -1,0 +1,222 @@
+"""Mamba-1's selective scan, chunked.
+
+For each channel, with the state as (n, d) so that channels lie along the vectors:
+
+    state[t] = exp(dt[t] A^T) * state[t-1] + B[t] (dt[t] x[t])        y[t] = (C[t].state[t] + D x[t]) * silu(z[t])
+
+All chunks step through their positions together, each from a zero state; then chunks hand the state on in order, and
+what it adds inside a chunk is exp(A s[t]) times it, s the running sum of dt. One chunk (chunk_size >= l) is the plain
+recurrence: best on a CPU, whose cores one position fills. Source: Gu and Dao, "Mamba", 2023.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
+from mamba_jax.ops.dt import step_size
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
+
+# Positions between the states that the gradient keeps; it computes those between again.
+_KEPT_EVERY = 32
+_UNROLL = 4
+
+
+class _Inputs(NamedTuple):
+    """What the recurrence reads, float32."""
+
+    xdt: Float[Array, "b c q d"]
+    dt: Float[Array, "b c q d"]
+    B: Float[Array, "b c q n"]
+    C: Float[Array, "b c q n"]
+    wipe: Float[Array, "b c q"] | None  # added to the exponents: WIPE where another sequence begins
+
+
+def selective_scan(
+    x: Float[Array, "b l d"],
+    dt: Float[Array, "b l d"],
+    A: Float[Array, "d n"],
+    B: Float[Array, "b l n"],
+    C: Float[Array, "b l n"],
+    *,
+    chunk_size: int,
+    D: Float[Array, "d"] | None = None,
+    z: Float[Array, "b l d"] | None = None,
+    dt_bias: Float[Array, "d"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Float[Array, "b *s n d"] | None = None,
+    lengths: Int[Array, "b"] | None = None,
+    segment_ids: Int[Array, "b l"] | None = None,
+    num_segments: int | None = None,
+) -> tuple[Float[Array, "b l d"], Float[Array, "b *s n d"]]:
+    """Scan whole sequences.
+
+    Args:
+        x: inputs.
+        dt: raw step sizes.
+        A: decay rates, negative.
+        B: input maps.
+        C: output maps.
+        chunk_size: positions a chunk; changes speed and memory, not results.
+        D: skip.
+        z: gate.
+        dt_bias: added to dt before softplus.
+        dt_softplus: apply softplus to dt.
+        dt_limit: clamp of dt after softplus.
+        initial_state: state before the first position; zeros if None. It belongs to the row's first sequence, or with
+            num_segments it is (b, num_segments, n, d), one for each sequence.
+        lengths: valid positions of each row, the rest is padding on the right.
+        segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
+        num_segments: number of packed sequences, empty ones included; asks for the final state of each.
+
+    Returns:
+        y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, n, d), or
+        with num_segments (b, num_segments, n, d), where an empty sequence keeps its initial state.
+
+    Raises:
+        ValueError: if shapes do not agree, chunk_size < 1, both lengths and segment_ids are given, or num_segments
+            comes without segment_ids.
+    """
+    check_rank("x", x, "(b, l, d)")
+    b, seqlen, d = x.shape
+    n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    check_scan(chunk_size, dt_limit, lengths, segment_ids, num_segments, (b, seqlen))
+    s = 1 if num_segments is None else num_segments
+    shape = (b, n, d) if num_segments is None else (b, s, n, d)
+    if initial_state is None:
+        initial_state = jnp.zeros(shape, jnp.float32)
+    check_shape("initial_state", initial_state, shape, "(b, n, d)" if num_segments is None else "(b, s, n, d)")
+
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
+    wipe = None
+    if segment_ids is not None and num_segments is None:
+        wipe = jnp.where(later_starts(segment_ids), WIPE, 0.0)
+    inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), wipe)
+
+    plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
+    inputs = jax.tree.map(lambda a: plan.lay(a).reshape(b, plan.chunks, plan.q, *a.shape[2:]), inputs)
+    states = initial_state.astype(jnp.float32).reshape(b, s, n, d)
+    y, states = _scan_chunks(states, inputs, plan.segment, A.T.astype(jnp.float32))
+    y = plan.restore(y.reshape(b, -1, d))
+    return _skip_and_gate(y, x, D, z), states.reshape(shape)
+
+
+def selective_scan_step(
+    x: Float[Array, "b d"],
+    dt: Float[Array, "b d"],
+    A: Float[Array, "d n"],
+    B: Float[Array, "b n"],
+    C: Float[Array, "b n"],
+    state: Float[Array, "b n d"],
+    *,
+    D: Float[Array, "d"] | None = None,
+    z: Float[Array, "b d"] | None = None,
+    dt_bias: Float[Array, "d"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Float[Array, "b d"], Float[Array, "b n d"]]:
+    """Scan one position; arguments as in `selective_scan`, without the position axis.
+
+    Returns:
+        y in x's dtype, and the new state in the state's dtype (computed in float32).
+
+    Raises:
+        ValueError: if shapes do not agree.
+    """
+    check_rank("x", x, "(b, d)")
+    b, d = x.shape
+    n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    check_dt_limit(dt_limit)
+    check_shape("state", state, (b, n, d), "(b, n, d)")
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
+    inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), None)
+    new_state, y = _recur(state.astype(jnp.float32), inputs, A.T.astype(jnp.float32))
+    return _skip_and_gate(y, x, D, z), new_state.astype(state.dtype)
+
+
+def _check_inputs(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None, z: Array | None, dt_bias: Array | None
+) -> int:
+    """Check what `selective_scan` and `selective_scan_step` share; returns n."""
+    *row, d = x.shape
+    check_rank("A", A, "(d, n)")
+    n = A.shape[1]
+    check_shape("A", A, (d, n), "(d, n)")
+    check_shape("dt", dt, x.shape, "the shape of x")
+    check_shape("B", B, (*row, n), "(..., n)")
+    check_shape("C", C, (*row, n), "(..., n)")
+    for name, array in (("D", D), ("dt_bias", dt_bias)):
+        if array is not None:
+            check_shape(name, array, (d,), "(d,)")
+    if z is not None:
+        check_shape("z", z, x.shape, "the shape of x")
+    return n
+
+
+def _skip_and_gate(
+    y: Float[Array, "*b d"], x: Float[Array, "*b d"], D: Float[Array, "d"] | None, z: Float[Array, "*b d"] | None
+) -> Float[Array, "*b d"]:
+    if D is not None:
+        y = y + D.astype(jnp.float32) * x.astype(jnp.float32)
+    if z is not None:
+        y = y * jax.nn.silu(z.astype(jnp.float32))
+    return y.astype(x.dtype)
+
+
+def _recur(
+    state: Float[Array, "*b n d"], inputs: _Inputs, A: Float[Array, "n d"]
+) -> tuple[Float[Array, "*b n d"], Float[Array, "*b d"]]:
+    """One position of the recurrence, for any leading axes."""
+    xdt, dt, B, C, wipe = inputs
+    exponent = dt[..., None, :] * A
+    if wipe is not None:
+        exponent = exponent + wipe[..., None, None]
+    state = jnp.exp(exponent) * state + B[..., :, None] * xdt[..., None, :]
+    return state, (C[..., :, None] * state).sum(-2)
+
+
+def _scan_chunks(
+    states: Float[Array, "b s n d"],
+    inputs: _Inputs,
+    segment: Int[Array, "b c"] | None,
+    A: Float[Array, "n d"],
+) -> tuple[Float[Array, "b c q d"], Float[Array, "b s n d"]]:
+    """Scan each chunk, then hand the states on."""
+    b, c, _, d = inputs.dt.shape
+    n = A.shape[0]
+    if c == 1:
+        ends, y = _scan_positions(states, inputs, A)
+        return y, ends
+    ends, y = _scan_positions(jnp.zeros((b, c, n, d), jnp.float32), inputs, A)
+    exponent = jnp.cumsum(inputs.dt, axis=2)[..., None, :] * A  # (b, c, q, n, d), fused away
+    if inputs.wipe is not None:
+        exponent = exponent + jnp.cumsum(inputs.wipe, axis=2)[..., None, None]
+    factor = jnp.exp(exponent)
+    incoming, states = chain_chunks(states, factor[:, :, -1], ends, segment)
+    return y + (factor * incoming[:, :, None] * inputs.C[..., None]).sum(-2), states
+
+
+def _scan_positions(
+    states: Float[Array, "b c n d"], inputs: _Inputs, A: Float[Array, "n d"]
+) -> tuple[Float[Array, "b c n d"], Float[Array, "b c q d"]]:
+    """Step through the positions of all chunks; the gradient keeps every `_KEPT_EVERY`-th state."""
+    q = inputs.dt.shape[2]
+    inner = min(_KEPT_EVERY, q)
+    outer = -(-q // inner)
+
+    def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, b, c, ...)
+        a = jnp.moveaxis(a, 2, 0)
+        a = jnp.pad(a, [(0, outer * inner - q)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(outer, inner, *a.shape[1:])
+
+    @jax.checkpoint
+    def stretch(states: Array, xs: _Inputs) -> tuple[Array, Array]:
+        return jax.lax.scan(lambda state, at: _recur(state, at, A), states, xs, unroll=min(_UNROLL, inner))
+
+    states, y = jax.lax.scan(stretch, states, jax.tree.map(cut, inputs))
+    y = y.reshape(outer * inner, *y.shape[2:])[:q]
+    return states, jnp.moveaxis(y, 0, 2)

@@ -1,0 +1,252 @@
+"""Mamba-2's scan (structured state-space duality), chunked.
+
+For each head, with the B and C of its group:
+
+    state[t] = exp(dt[t] A) state[t-1] + dt[t] x[t] B[t]^T        y[t] = (state[t] C[t] + D x[t]) * silu(z[t])
+
+Inside a chunk the recurrence is a masked matrix product: y[i] = sum_{j<=i} (C[i].B[j]) exp(s[i] - s[j]) dt[j] x[j] with
+s the running sum of dt A. Chunks hand the state on in order. Source: Dao and Gu, "Transformers are SSMs", 2024.
+
+Differences of running sums lose digits: after a step of -100, float32 knows s to 4e-6 only. So s is kept in two parts,
+multiples of 1/64, which add up exactly in any order, and small rests.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
+from mamba_jax.ops.dt import step_size
+from mamba_jax.ops.linear import einsum
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_positions, plan_chunks, valid_positions
+
+# Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
+# blocks one after the other beyond, so that memory does not grow with the sequence.
+_MAX_DECAY_ELEMENTS = 1 << 24
+
+
+class _Inputs(NamedTuple):
+    """What a block of chunks reads; heads stand as g groups of r."""
+
+    x: Float[Array, "b c q g r p"]
+    dt: Float[Array, "b c q g r"]
+    dA: Float[Array, "b c q g r"]
+    B: Float[Array, "b c q g n"]
+    C: Float[Array, "b c q g n"]
+    z: Float[Array, "b c q g r p"] | None
+
+
+def ssd(
+    x: Float[Array, "b l h p"],
+    dt: Float[Array, "b l h"],
+    A: Float[Array, "h"],
+    B: Float[Array, "b l g n"],
+    C: Float[Array, "b l g n"],
+    *,
+    chunk_size: int,
+    D: Float[Array, "h"] | Float[Array, "h p"] | None = None,
+    z: Float[Array, "b l h p"] | None = None,
+    dt_bias: Float[Array, "h"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Float[Array, "b *s h p n"] | None = None,
+    lengths: Int[Array, "b"] | None = None,
+    segment_ids: Int[Array, "b l"] | None = None,
+    num_segments: int | None = None,
+) -> tuple[Float[Array, "b l h p"], Float[Array, "b *s h p n"]]:
+    """Scan whole sequences.
+
+    Args:
+        x: inputs; x, B and C share one dtype.
+        dt: raw step sizes.
+        A: decay rates, negative.
+        B: input maps; head i uses group i // (h // g).
+        C: output maps, like B.
+        chunk_size: positions a chunk; changes speed and memory, not results.
+        D: skip, per head or per channel.
+        z: gate.
+        dt_bias: added to dt before softplus.
+        dt_softplus: apply softplus to dt.
+        dt_limit: clamp of dt after softplus.
+        initial_state: state before the first position; zeros if None. It belongs to the row's first sequence, or with
+            num_segments it is (b, num_segments, h, p, n), one for each sequence.
+        lengths: valid positions of each row, the rest is padding on the right.
+        segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
+        num_segments: number of packed sequences, empty ones included; asks for the final state of each.
+
+    Returns:
+        y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, h, p, n), or
+        with num_segments (b, num_segments, h, p, n), where an empty sequence keeps its initial state.
+
+    Raises:
+        ValueError: if shapes or dtypes do not agree, chunk_size < 1, both lengths and segment_ids are given, or
+            num_segments comes without segment_ids.
+    """
+    check_rank("x", x, "(b, l, h, p)")
+    b, seqlen, h, p = x.shape
+    g, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    check_scan(chunk_size, dt_limit, lengths, segment_ids, num_segments, (b, seqlen))
+    s = 1 if num_segments is None else num_segments
+    shape = (b, h, p, n) if num_segments is None else (b, s, h, p, n)
+    if initial_state is None:
+        initial_state = jnp.zeros(shape, jnp.float32)
+    check_shape("initial_state", initial_state, shape, "(b, h, p, n)" if num_segments is None else "(b, s, h, p, n)")
+
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
+    dA = jnp.maximum(dt * A.astype(jnp.float32), WIPE)
+    if segment_ids is not None and num_segments is None:
+        dA = jnp.where(later_starts(segment_ids)[..., None], WIPE, dA)
+    if D is not None:
+        D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).reshape(g, h // g, p).astype(jnp.float32)
+
+    plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
+    heads = (b, seqlen, g, h // g)
+    inputs = _Inputs(x.reshape(*heads, p), dt.reshape(heads), dA.reshape(heads), B, C, z)
+    inputs = inputs._replace(z=None if z is None else z.reshape(*heads, p))
+    states = initial_state.astype(jnp.float32).reshape(b, s, g, h // g, p, n)
+    y, states = _scan_blocks(states, jax.tree.map(plan.lay, inputs), plan.segment, D, plan.q)
+    return plan.restore(y).reshape(b, seqlen, h, p), states.reshape(shape)
+
+
+def ssd_step(
+    x: Float[Array, "b h p"],
+    dt: Float[Array, "b h"],
+    A: Float[Array, "h"],
+    B: Float[Array, "b g n"],
+    C: Float[Array, "b g n"],
+    state: Float[Array, "b h p n"],
+    *,
+    D: Float[Array, "h"] | Float[Array, "h p"] | None = None,
+    z: Float[Array, "b h p"] | None = None,
+    dt_bias: Float[Array, "h"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Float[Array, "b h p"], Float[Array, "b h p n"]]:
+    """Scan one position; arguments as in `ssd`, without the position axis.
+
+    Returns:
+        y in x's dtype, and the new state in the state's dtype (computed in float32).
+
+    Raises:
+        ValueError: if shapes or dtypes do not agree.
+    """
+    check_rank("x", x, "(b, h, p)")
+    b, h, p = x.shape
+    g, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    check_dt_limit(dt_limit)
+    check_shape("state", state, (b, h, p, n), "(b, h, p, n)")
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
+
+    def groups(a: Array) -> Array:
+        return a.astype(jnp.float32).reshape(b, g, h // g, *a.shape[2:])
+
+    decay = jnp.exp(dt * A.astype(jnp.float32))
+    xdt = groups(x) * groups(dt)[..., None]
+    B, C = (a.astype(jnp.float32)[:, :, None, None] for a in (B, C))  # (b, g, 1, 1, n)
+    new_state = groups(decay)[..., None, None] * groups(state) + xdt[..., None] * B
+    y = (new_state * C).sum(-1).reshape(b, h, p)
+    if D is not None:
+        y = y + D.astype(jnp.float32).reshape(h, -1) * x.astype(jnp.float32)
+    if z is not None:
+        y = y * jax.nn.silu(z.astype(jnp.float32))
+    return y.astype(x.dtype), new_state.reshape(state.shape).astype(state.dtype)
+
+
+def _check_inputs(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None, z: Array | None, dt_bias: Array | None
+) -> tuple[int, int]:
+    """Check what `ssd` and `ssd_step` share; returns (g, n)."""
+    *row, h, p = x.shape
+    check_rank("B", B, "(b, l, g, n)" if len(row) == 2 else "(b, g, n)")
+    g, n = B.shape[-2:]
+    check_shape("dt", dt, (*row, h), "(..., h)")
+    check_shape("A", A, (h,), "(h,)")
+    check_shape("B", B, (*row, g, n), "(..., g, n)")
+    check_shape("C", C, (*row, g, n), "(..., g, n)")
+    check_same_dtype(x=x, B=B, C=C)
+    if h % g:
+        raise ValueError(f"B: got {g} groups, wanted a divisor of h={h}")
+    if D is not None and D.shape not in ((h,), (h, p)):
+        raise ValueError(f"D: got shape {D.shape}, wanted (h,) = {(h,)} or (h, p) = {(h, p)}")
+    if z is not None:
+        check_shape("z", z, x.shape, "the shape of x")
+    if dt_bias is not None:
+        check_shape("dt_bias", dt_bias, (h,), "(h,)")
+    return g, n
+
+
+def _scan_blocks(
+    states: Float[Array, "b s g r p n"],
+    inputs: _Inputs,
+    segment: Int[Array, "b c"] | None,
+    D: Float[Array, "g r p"] | None,
+    q: int,
+) -> tuple[Float[Array, "b cq g r p"], Float[Array, "b s g r p n"]]:
+    """Run blocks of chunks in order; the gradient keeps the states between them and computes a block again."""
+    b, slots, g, r = inputs.dt.shape
+    chunks = slots // q
+    blocks = -(-chunks // max(1, _MAX_DECAY_ELEMENTS // (b * g * r * q * q)))
+    k = -(-chunks // blocks)
+
+    def cut(a: Array) -> Array:  # (b, cq, ...) -> (blocks, b, k, q, ...)
+        a = pad_positions(a, blocks * k * q)
+        return jnp.moveaxis(a.reshape(b, blocks, k, q, *a.shape[2:]), 1, 0)
+
+    if segment is not None:
+        segment = jnp.moveaxis(pad_positions(segment, blocks * k).reshape(b, blocks, k), 1, 0)
+
+    @jax.checkpoint
+    def block(states: Array, xs: tuple[_Inputs, Array | None]) -> tuple[Array, Array]:
+        return _block(states, *xs, D)
+
+    states, y = jax.lax.scan(block, states, (jax.tree.map(cut, inputs), segment))
+    y = jnp.moveaxis(y, 0, 1)  # (b, blocks, k, q, g, r, p)
+    return y.reshape(b, blocks * k * q, *y.shape[4:]), states
+
+
+def _block(
+    states: Float[Array, "b s g r p n"],
+    inputs: _Inputs,
+    segment: Int[Array, "b c"] | None,
+    D: Float[Array, "g r p"] | None,
+) -> tuple[Float[Array, "b s g r p n"], Float[Array, "b c q g r p"]]:
+    """Work on a few chunks together: products inside each chunk, then the states from one to the next."""
+    x, dt, dA, B, C, z = inputs
+    q, dtype = x.shape[2], x.dtype
+    coarse, fine = _running_sum(jnp.moveaxis(dA, 2, -1))  # (b, c, g, r, q)
+    dt_last = jnp.moveaxis(dt, 2, -1)
+
+    decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])
+    causal = jnp.arange(q)[:, None] >= jnp.arange(q)
+    scores = einsum("bcign,bcjgn->bcgij", C, B)[:, :, :, None]
+    scores = jnp.where(causal, scores * decay, 0.0) * dt_last[..., None, :]
+    y = einsum("bcgrij,bcjgrp->bcigrp", scores.astype(dtype), x)
+
+    to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt_last
+    weighted = x.astype(jnp.float32) * jnp.moveaxis(to_end, -1, 2)[..., None]
+    update = einsum("bcjgrp,bcjgn->bcgrpn", weighted.astype(dtype), B)
+    from_start = jnp.exp(coarse + fine)
+    incoming, states = chain_chunks(states, from_start[..., -1, None, None], update, segment)
+    carried = einsum("bcign,bcgrpn->bcigrp", C, incoming.astype(dtype))
+    y = y + carried * jnp.moveaxis(from_start, -1, 2)[..., None]
+
+    if D is not None:
+        y = y + D * x.astype(jnp.float32)
+    if z is not None:
+        y = y * jax.nn.silu(z.astype(jnp.float32))
+    return states, y.astype(dtype)
+
+
+def _running_sum(dA: Float[Array, "*b q"]) -> tuple[Float[Array, "*b q"], Float[Array, "*b q"]]:
+    """Running sum in two parts: exact multiples of 1/64, and rests of at most 1/128 a step."""
+    coarse = jax.lax.stop_gradient(jnp.round(dA * 64.0) / 64.0)
+    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(dA - coarse, axis=-1)
+
+
+def _decay(coarse: Float[Array, "..."], fine: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Exponential of a difference of running sums, whose exponent rounding must not lift above 0."""
+    exponent = coarse + fine
+    return jnp.exp(jnp.where(exponent > 0.0, 0.0, exponent))
