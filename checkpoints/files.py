@@ -1,0 +1,89 @@
+"""What lies in a checkpoint's folder: names of files, and how to pick and read them."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILES = ("config.json", "params.json")  # params.json is Mistral's; config.json wins
+GENERATION_CONFIG = "generation_config.json"
+INDEX_SUFFIX = ".index.json"
+# In order of preference; within one kind a single file comes before a sharded one, as transformers has it.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors" + INDEX_SUFFIX,
+    "consolidated.safetensors",  # Mistral's
+    "pytorch_model.bin",
+    "pytorch_model.bin" + INDEX_SUFFIX,
+)
+# Any of these makes a folder one that holds a tokenizer.
+TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_FILES = (
+    *TOKENIZER_MARKS,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.model.v3",
+    "vocab.txt",
+)
+_MAX_JSON_BYTES = 100_000_000
+
+
+def choose_weights(names: Collection[str], where: str) -> str:
+    """The file to read weights from: a weight file or an index of shards.
+
+    Args:
+        names: files of the folder or repository.
+        where: what to call it in an error.
+
+    Returns:
+        One of `WEIGHT_FILES`.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    for candidate in WEIGHT_FILES:
+        if candidate in names:
+            return candidate
+    found = ", ".join(sorted(names)) or "nothing"
+    raise ValueError(f"{where}: no weights; wanted one of {', '.join(WEIGHT_FILES)}; found {found}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object (bare `Infinity` and `NaN` allowed, as Python writes them).
+
+    Raises:
+        ValueError: if the file is no JSON object; the message names the file.
+    """
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes are too many for a JSON file of a checkpoint")
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
+    return value
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Read an index of shards: {weight name: file name}.
+
+    Raises:
+        ValueError: if it has no usable `weight_map`; the message names the file and the entry.
+    """
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: 'weight_map': got {weight_map!r}, wanted an object of weight names and file names")
+    for key, name in weight_map.items():
+        # A shard lies beside its index: a path that leads elsewhere could read any file of the machine.
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise ValueError(f"{path}: weight_map[{key!r}]: got {name!r}, wanted the name of a file beside the index")
+    return weight_map
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies in the folder."""
+    return any((folder / name).is_file() for name in TOKENIZER_MARKS)

@@ -1,0 +1,102 @@
+"""From a name to a folder: a local one, or a snapshot of a Hugging Face repository in the local cache."""
+
+import os
+import re
+from pathlib import Path
+
+from mamba_jax.checkpoints.files import (
+    CONFIG_FILES,
+    GENERATION_CONFIG,
+    INDEX_SUFFIX,
+    TOKENIZER_FILES,
+    choose_weights,
+    read_index,
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bool) -> Path:
+    """The folder a checkpoint lies in, after a download if `name` is a hub id.
+
+    Args:
+        name: a folder, or a hub id such as "state-spaces/mamba2-130m".
+        revision: branch, tag or commit of a hub id.
+        progress: show progress of a download on stderr.
+
+    Returns:
+        A local folder. Of a hub repository it holds the config, the tokenizer and the preferred kind of weights only.
+
+    Raises:
+        ValueError: if there is no such folder or repository; the message says what was tried.
+        OSError: if the hub cannot be reached and the cache does not hold the repository.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision: got {revision!r} for the local folder {path}, wanted None")
+        return path
+    if path.exists():
+        raise ValueError(f"{path}: is a file, wanted the folder that holds config.json and the weights")
+    text = os.fspath(name)
+    if not isinstance(name, str) or not _HUB_ID.fullmatch(text) or ".." in text:
+        raise ValueError(f"{text!r}: no such folder, and no hub id, which would read 'owner/name'")
+    return _snapshot(text, revision, progress)
+
+
+def download(repository: str, files: list[str], revision: str | None, progress: bool) -> Path:
+    """Fetch those files of a repository that exist, and are not in the cache, and give the folder of the snapshot.
+
+    Raises:
+        OSError: if the hub cannot be reached and the cache does not hold the files.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+    bars = None if progress else Silent
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=files, tqdm_class=bars))
+
+
+def _snapshot(repository: str, revision: str | None, progress: bool) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+
+    place = f"hub repository {repository!r}" + (f" at revision {revision!r}" if revision else "")
+    files = [*CONFIG_FILES, GENERATION_CONFIG, *TOKENIZER_FILES]
+    try:
+        names = HfApi().list_repo_files(repository, revision=revision)
+        weights = choose_weights(names, place)
+        files.append(weights)
+        if weights.endswith(INDEX_SUFFIX):
+            index = hf_hub_download(repository, weights, revision=revision)
+            files += sorted(set(read_index(Path(index)).values()))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ValueError(
+            f"{repository!r}: no such folder (tried {Path(repository).absolute()}), and no {place}, or no access to it "
+            f"(tried {_endpoint()})"
+        ) from error
+    except (HTTPError, OfflineModeIsEnabled):
+        pass  # the cache may hold what an earlier call downloaded
+    try:
+        return download(repository, files, revision, progress)
+    except (HTTPError, OSError) as error:
+        raise OSError(
+            f"{repository!r}: no such folder (tried {Path(repository).absolute()}); the hub could not be reached "
+            f"(tried {_endpoint()}), and the cache does not hold it (tried {_cache()}): {error}"
+        ) from error
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
