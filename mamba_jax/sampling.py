@@ -1,0 +1,222 @@
+"""The next token from logits: filters, then the Gumbel-max draw, row by row.
+
+For one row with logits x, in the order transformers applies them:
+
+    repetition penalty r   x_i <- x_i / r if x_i > 0 else x_i * r, for ids i that the row has seen
+    temperature T          x_i <- x_i / T; T = 0 takes the largest x_i and ends here
+    top_k                  keep the k largest x_i
+    top_p                  keep x_i if the kept tokens above it hold less than top_p of the kept probability
+    min_p                  keep x_i if its probability is at least min_p times the largest
+    token                  argmax of x_i - log E_i over what is kept, E_i ~ Exp(1)
+
+Tokens that tie at a threshold are all kept. Thresholds are found without sorting: `_threshold` halves the range of
+float32 values 32 times, so the same static control flow runs on every backend.
+
+A row's token depends on its own logits, settings, key and step alone, whatever the batch around it is.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
+
+_MAX, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
+
+@struct.dataclass
+class Sampler:
+    """How to sample, one entry a row; shapes do not depend on which settings are used, so programs do not either."""
+
+    temperature: Float32[Array, "b"]  # 0: greedy
+    top_k: Int32[Array, "b"]  # 0: off
+    top_p: Float32[Array, "b"]  # 1: off
+    min_p: Float32[Array, "b"]  # 0: off
+    repetition_penalty: Float32[Array, "b"]  # 1: off
+
+
+def make_sampler(
+    batch: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> Sampler:
+    """The same settings for every row of a batch.
+
+    Args:
+        batch: rows.
+        temperature: 0 for greedy, else what logits are divided by.
+        top_k: keep this many of the likeliest tokens; None for all.
+        top_p: keep the likeliest tokens that together reach this probability; None for all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; None for all.
+        repetition_penalty: above 1 makes tokens seen before less likely, below 1 likelier.
+
+    Raises:
+        ValueError: if a setting is out of its range; the message names it.
+    """
+    _check("temperature", temperature, 0 <= temperature < math.inf, "a finite number of at least 0")
+    _check("top_k", top_k, top_k is None or (_is_integer(top_k) and top_k >= 1), "an integer of at least 1, or None")
+    _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None")
+    _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1, or None")
+    _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "a finite number above 0")
+
+    def rows(value: float, dtype: type) -> Array:
+        return jnp.full((batch,), value, dtype)
+
+    return Sampler(
+        temperature=rows(temperature, jnp.float32),
+        top_k=rows(min(top_k or 0, 2**31 - 1), jnp.int32),
+        top_p=rows(1.0 if top_p is None else top_p, jnp.float32),
+        min_p=rows(min_p or 0.0, jnp.float32),
+        repetition_penalty=rows(repetition_penalty, jnp.float32),
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check(name: str, value: object, good: bool, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name}: got {value!r}, wanted {wanted}")
+
+
+def row_keys(seed: int | Sequence[int], batch: int) -> PRNGKeyArray:
+    """Typed threefry keys, one a row, whatever jax_default_prng_impl and jax_enable_x64 say.
+
+    Args:
+        seed: one seed for all rows (rows with the same prompt then draw the same tokens), or one a row.
+        batch: rows.
+
+    Returns:
+        Keys of shape (batch,).
+
+    Raises:
+        ValueError: if a seed is no integer from 0 to 2**64 - 1, or there is not one a row.
+    """
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
+    if len(seeds) != batch:
+        raise ValueError(f"seed: got {len(seeds)} seeds for {batch} rows, wanted one, or one a row")
+    for item in seeds:
+        _check("seed", item, _is_integer(item) and 0 <= item < 2**64, "an integer from 0 to 2**64 - 1")
+    words = np.array([[int(item) >> 32, int(item) & 0xFFFFFFFF] for item in seeds], np.uint32).reshape(batch, 2)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+
+
+def sample(
+    logits: Float[Array, "b v"],
+    keys: PRNGKeyArray,
+    step: Int32[Array, "..."] | int,
+    sampler: Sampler,
+    seen: Bool[Array, "b v"],
+    valid_vocab: Int32[Array, ""] | int,
+) -> Int32[Array, "b"]:
+    """Choose one token a row.
+
+    NaN counts as -inf, and +inf as the largest float32.
+
+    Args:
+        logits: (b, v), any float dtype; computed in float32.
+        keys: typed keys of shape (b,), as `row_keys` makes them; never split, so the same ones serve every step.
+        step: number of the draw, one for all rows or (b,).
+        sampler: settings of each row.
+        seen: (b, v), the ids that the repetition penalty applies to.
+        valid_vocab: ids from here on are padding of the vocabulary and never chosen.
+
+    Returns:
+        (b,) int32. -1 in a row that has nothing to choose: every valid logit is NaN or -inf.
+    """
+    x = _valid_logits(logits, sampler.repetition_penalty, seen, valid_vocab)
+    greedy = x.argmax(-1).astype(jnp.int32)
+    sampled = sampler.temperature > 0
+    filtered = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
+
+    def draw(scaled: Float32[Array, "b v"]) -> Int32[Array, "b"]:
+        token = (scaled + _gumbel(keys, step, scaled.shape)).argmax(-1).astype(jnp.int32)
+        return jnp.where(sampled, token, greedy)
+
+    # At run time only what some row asks for is computed; a row gets the same token from each branch that serves it.
+    branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered)
+    token = lax.switch(
+        branch,
+        (
+            lambda: greedy,
+            lambda: draw(_scale(x, sampler.temperature)),
+            lambda: draw(_filter(_scale(x, sampler.temperature), sampler)),
+        ),
+    )
+    return jnp.where(x.max(-1) > -jnp.inf, token, -1)
+
+
+def _valid_logits(
+    logits: Float[Array, "b v"],
+    penalty: Float32[Array, "b"],
+    seen: Bool[Array, "b v"],
+    valid_vocab: Int32[Array, ""] | int,
+) -> Float32[Array, "b v"]:
+    """Logits after the repetition penalty, finite or -inf."""
+    x, penalty = logits.astype(jnp.float32), penalty[:, None]
+    x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
+    bad = jnp.isnan(x) | (jnp.arange(x.shape[-1]) >= valid_vocab)
+    return jnp.where(bad, -jnp.inf, jnp.minimum(x, _MAX))
+
+
+def _scale(x: Float32[Array, "b v"], temperature: Float32[Array, "b"]) -> Float32[Array, "b v"]:
+    """Divide by the temperature, the largest of each row being moved to 0 first: nothing can overflow upwards."""
+    top = x.max(-1, keepdims=True)
+    temperature = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return jnp.where(top > -jnp.inf, x - top, 0.0) / temperature
+
+
+def _filter(x: Float32[Array, "b v"], sampler: Sampler) -> Float32[Array, "b v"]:
+    """Set what top_k, top_p and min_p drop to -inf; the largest x of each row is 0 and always kept."""
+    image = _ordered(x)
+    k = jnp.where(sampler.top_k > 0, sampler.top_k, x.shape[-1])
+    kept = image >= _threshold(image, jnp.ones(x.shape, jnp.int32), k)[:, None]
+
+    weight = jnp.where(kept, jnp.exp(x), 0.0)
+    # A top_p that rounds to nothing still asks for the likeliest token.
+    nucleus = _threshold(image, weight, jnp.maximum(sampler.top_p * weight.sum(-1), _TINY))
+    # The weights' sum is rounded, so only this makes top_p = 1 keep every token.
+    kept &= (image >= nucleus[:, None]) | (sampler.top_p >= 1)[:, None]
+    kept &= weight >= sampler.min_p[:, None]
+    return jnp.where(kept, x, -jnp.inf)
+
+
+def _ordered(x: Float32[Array, "b v"]) -> UInt32[Array, "b v"]:
+    """Integers in the order of the floats: the sign bit is flipped, and the other bits too below zero."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 is 0.0
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(image: UInt32[Array, "b v"], weight: Array, target: Array) -> UInt32[Array, "b"]:
+    """The largest t for which the weights of all image >= t sum to at least the target; 0 if none does.
+
+    The sum falls as t rises, so t is found bit by bit from the top.
+    """
+
+    def fix_bit(i: Int32[Array, ""], low: UInt32[Array, "b"]) -> UInt32[Array, "b"]:
+        t = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        total = jnp.where(image >= t[:, None], weight, 0).sum(-1)
+        return jnp.where(total >= target, t, low)
+
+    return lax.fori_loop(0, 32, fix_bit, jnp.zeros(image.shape[0], jnp.uint32))
+
+
+def _gumbel(keys: PRNGKeyArray, step: Int32[Array, "..."] | int, shape: tuple[int, ...]) -> Float32[Array, "b v"]:
+    """Gumbel noise -log E, E ~ Exp(1), each row from its own key and step.
+
+    E = -log(1 - u) keeps the precision of small u, which are the large noises that unlikely tokens win with. u is
+    kept below 1, where E would be infinite.
+    """
+    rows = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(jnp.asarray(step, jnp.int32), shape[:1]))
+    bits = jax.vmap(lambda key: jax.random.bits(key, shape[1:], jnp.uint32))(rows)
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-u))
