@@ -38,45 +38,48 @@ class Sampler:
     min_p: Float32[Array, "b"]  # 0: off
     repetition_penalty: Float32[Array, "b"]  # 1: off
 
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+    ) -> "Sampler":
+        """The same settings for every row of a batch.
 
-def make_sampler(
-    batch: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-) -> Sampler:
-    """The same settings for every row of a batch.
+        Args:
+            batch: rows.
+            temperature: 0 for greedy, else what logits are divided by.
+            top_k: keep this many of the likeliest tokens; None for all.
+            top_p: keep the likeliest tokens that together reach this probability; None for all.
+            min_p: keep tokens at least this fraction as likely as the likeliest; None for all.
+            repetition_penalty: above 1 makes tokens seen before less likely, below 1 likelier.
 
-    Args:
-        batch: rows.
-        temperature: 0 for greedy, else what logits are divided by.
-        top_k: keep this many of the likeliest tokens; None for all.
-        top_p: keep the likeliest tokens that together reach this probability; None for all.
-        min_p: keep tokens at least this fraction as likely as the likeliest; None for all.
-        repetition_penalty: above 1 makes tokens seen before less likely, below 1 likelier.
+        Raises:
+            ValueError: if a setting is out of its range; the message names it.
+        """
+        _check("temperature", temperature, 0 <= temperature < math.inf, "a finite number of at least 0")
+        _check(
+            "top_k", top_k, top_k is None or (_is_integer(top_k) and top_k >= 1), "an integer of at least 1, or None"
+        )
+        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None")
+        _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1, or None")
+        _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "a finite number above 0")
 
-    Raises:
-        ValueError: if a setting is out of its range; the message names it.
-    """
-    _check("temperature", temperature, 0 <= temperature < math.inf, "a finite number of at least 0")
-    _check("top_k", top_k, top_k is None or (_is_integer(top_k) and top_k >= 1), "an integer of at least 1, or None")
-    _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None")
-    _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1, or None")
-    _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "a finite number above 0")
+        def rows(value: float, dtype: type) -> Array:
+            return jnp.full((batch,), value, dtype)
 
-    def rows(value: float, dtype: type) -> Array:
-        return jnp.full((batch,), value, dtype)
-
-    return Sampler(
-        temperature=rows(temperature, jnp.float32),
-        top_k=rows(min(top_k or 0, 2**31 - 1), jnp.int32),
-        top_p=rows(1.0 if top_p is None else top_p, jnp.float32),
-        min_p=rows(min_p or 0.0, jnp.float32),
-        repetition_penalty=rows(repetition_penalty, jnp.float32),
-    )
+        return cls(
+            temperature=rows(temperature, jnp.float32),
+            top_k=rows(min(top_k or 0, 2**31 - 1), jnp.int32),
+            top_p=rows(1.0 if top_p is None else top_p, jnp.float32),
+            min_p=rows(min_p or 0.0, jnp.float32),
+            repetition_penalty=rows(repetition_penalty, jnp.float32),
+        )
 
 
 def _is_integer(value: object) -> bool:
@@ -116,11 +119,11 @@ def sample(
     step: Int32[Array, "..."] | int,
     sampler: Sampler,
     seen: Bool[Array, "b v"],
-    valid_vocab: Int32[Array, ""] | int,
 ) -> Int32[Array, "b"]:
     """Choose one token a row.
 
-    NaN counts as -inf, and +inf as the largest float32.
+    An id with logit -inf or NaN is never chosen, so the padding of a vocabulary is masked with -inf before. +inf counts
+    as the largest float32.
 
     Args:
         logits: (b, v), any float dtype; computed in float32.
@@ -128,12 +131,12 @@ def sample(
         step: number of the draw, one for all rows or (b,).
         sampler: settings of each row.
         seen: (b, v), the ids that the repetition penalty applies to.
-        valid_vocab: ids from here on are padding of the vocabulary and never chosen.
 
     Returns:
-        (b,) int32. -1 in a row that has nothing to choose: every valid logit is NaN or -inf.
+        (b,) int32. Where a row has nothing to choose, all its logits being -inf or NaN, it is 0, whose log-probability
+        is then no finite number either.
     """
-    x = _valid_logits(logits, sampler.repetition_penalty, seen, valid_vocab)
+    x = _penalised(logits, sampler.repetition_penalty, seen)
     greedy = x.argmax(-1).astype(jnp.int32)
     sampled = sampler.temperature > 0
     filtered = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
@@ -144,7 +147,7 @@ def sample(
 
     # At run time only what some row asks for is computed; a row gets the same token from each branch that serves it.
     branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered)
-    token = lax.switch(
+    return lax.switch(
         branch,
         (
             lambda: greedy,
@@ -152,27 +155,22 @@ def sample(
             lambda: draw(_filter(_scale(x, sampler.temperature), sampler)),
         ),
     )
-    return jnp.where(x.max(-1) > -jnp.inf, token, -1)
 
 
-def _valid_logits(
-    logits: Float[Array, "b v"],
-    penalty: Float32[Array, "b"],
-    seen: Bool[Array, "b v"],
-    valid_vocab: Int32[Array, ""] | int,
+def _penalised(
+    logits: Float[Array, "b v"], penalty: Float32[Array, "b"], seen: Bool[Array, "b v"]
 ) -> Float32[Array, "b v"]:
     """Logits after the repetition penalty, finite or -inf."""
     x, penalty = logits.astype(jnp.float32), penalty[:, None]
     x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
-    bad = jnp.isnan(x) | (jnp.arange(x.shape[-1]) >= valid_vocab)
-    return jnp.where(bad, -jnp.inf, jnp.minimum(x, _MAX))
+    return jnp.where(jnp.isnan(x), -jnp.inf, jnp.minimum(x, _MAX))
 
 
 def _scale(x: Float32[Array, "b v"], temperature: Float32[Array, "b"]) -> Float32[Array, "b v"]:
     """Divide by the temperature, the largest of each row being moved to 0 first: nothing can overflow upwards."""
     top = x.max(-1, keepdims=True)
     temperature = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.where(top > -jnp.inf, x - top, 0.0) / temperature
+    return jnp.where(top > -jnp.inf, x - top, x) / temperature
 
 
 def _filter(x: Float32[Array, "b v"], sampler: Sampler) -> Float32[Array, "b v"]:

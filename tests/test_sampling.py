@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mamba_jax import sampling
-from mamba_jax.sampling import make_sampler, row_keys, sample
+from mamba_jax.sampling import Sampler, row_keys, sample
 
 
 def unseen(logits):
@@ -22,17 +22,16 @@ def logits_of(batch, vocab, seed=0):
 jit_sample = jax.jit(sample)
 
 
-def draw(logits, seed=0, step=0, valid_vocab=None, seen=None, **settings):
+def draw(logits, seed=0, step=0, seen=None, **settings):
     logits = jnp.asarray(logits, jnp.float32)
-    batch, vocab = logits.shape
+    batch = logits.shape[0]
     return np.asarray(
         jit_sample(
             logits,
             row_keys(seed, batch),
             step,
-            make_sampler(batch, **settings),
+            Sampler.of(batch, **settings),
             unseen(logits) if seen is None else seen,
-            vocab if valid_vocab is None else valid_vocab,
         )
     )
 
@@ -40,13 +39,13 @@ def draw(logits, seed=0, step=0, valid_vocab=None, seen=None, **settings):
 @jax.jit
 def draw_steps(logits, keys, steps, sampler):
     """(n, b) tokens of many steps over the same logits."""
-    return jax.lax.map(lambda step: sample(logits, keys, step, sampler, unseen(logits), logits.shape[-1]), steps)
+    return jax.lax.map(lambda step: sample(logits, keys, step, sampler, unseen(logits)), steps)
 
 
 def final_logits(logits, sampler, seen=None):
     """What `sample` draws from by softmax."""
     seen = unseen(logits) if seen is None else seen
-    x = sampling._valid_logits(logits, sampler.repetition_penalty, seen, logits.shape[-1])
+    x = sampling._penalised(logits, sampler.repetition_penalty, seen)
     return np.asarray(sampling._filter(sampling._scale(x, sampler.temperature), sampler), np.float64)
 
 
@@ -91,7 +90,7 @@ def test_probabilities_match_a_sorting_reference(settings):
     settings = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0} | settings
     logits = logits_of(4, 257)
     seen = jax.random.bernoulli(jax.random.key(1), 0.3, logits.shape)
-    got = probabilities(final_logits(logits, make_sampler(4, **settings), seen))
+    got = probabilities(final_logits(logits, Sampler.of(4, **settings), seen))
     for row in range(4):
         want = reference(logits[row], np.asarray(seen[row]), **settings)
         np.testing.assert_array_equal(got[row] > 0, want > 0)
@@ -118,7 +117,7 @@ def test_filters_match_transformers():
     for step in chain:
         scores = step(torch.tensor(ids), scores)
     want = torch.softmax(scores.double(), -1).numpy()
-    sampler = make_sampler(3, temperature=0.7, top_k=60, top_p=0.92, min_p=0.01, repetition_penalty=1.2)
+    sampler = Sampler.of(3, temperature=0.7, top_k=60, top_p=0.92, min_p=0.01, repetition_penalty=1.2)
     got = probabilities(final_logits(jnp.asarray(logits), sampler, jnp.asarray(seen)))
     np.testing.assert_array_equal(got > 0, want > 0)
     np.testing.assert_allclose(got, want, rtol=2e-5)
@@ -130,7 +129,7 @@ def test_filters_match_transformers():
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "top_k": 9}, {"top_p": 0.8, "min_p": 0.02}], ids=str)
 def test_frequencies_match_the_probabilities(settings):
     """Chi-square over 20000 draws with fixed keys; 4 standard deviations above the mean."""
-    sampler = make_sampler(2, **{"temperature": 1.0, **settings})
+    sampler = Sampler.of(2, **{"temperature": 1.0, **settings})
     logits, draws = logits_of(2, 16) / 2, 20_000
     tokens = np.asarray(draw_steps(logits, row_keys([3, 4], 2), jnp.arange(draws), sampler))
     want = probabilities(final_logits(logits, sampler))
@@ -147,14 +146,14 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     """100000 tokens of probability 5e-7 each must win 5% of the draws: the noise has no low ceiling."""
     vocab = 100_001
     logits = jnp.full((1, vocab), np.log(5e-7)).at[0, 0].set(np.log(0.95))
-    tokens = draw_steps(logits, row_keys(0, 1), jnp.arange(500), make_sampler(1, temperature=1.0))
+    tokens = draw_steps(logits, row_keys(0, 1), jnp.arange(500), Sampler.of(1, temperature=1.0))
     assert abs(np.mean(np.asarray(tokens) > 0) - 0.05) < 4 * np.sqrt(0.05 * 0.95 / 500)
     assert len(np.unique(tokens)) == 1 + np.count_nonzero(np.asarray(tokens))
 
 
 def test_steps_and_seeds_are_independent():
     logits = jnp.zeros((1, 1000))
-    sampler = make_sampler(1, temperature=1.0)
+    sampler = Sampler.of(1, temperature=1.0)
     first = np.asarray(draw_steps(logits, row_keys(0, 1), jnp.arange(400), sampler))[:, 0]
     other = np.asarray(draw_steps(logits, row_keys(1, 1), jnp.arange(400), sampler))[:, 0]
     assert len(np.unique(first)) > 250
@@ -184,10 +183,10 @@ MIXED = [
 @pytest.mark.parametrize("prng", ["threefry2x32", "rbg"])
 def test_a_row_is_the_same_alone_and_in_any_batch(prng):
     logits = logits_of(4, 300)
-    sampler = stack(*(make_sampler(1, **settings) for settings in MIXED))
+    sampler = stack(*(Sampler.of(1, **settings) for settings in MIXED))
     steps = jnp.arange(50)
     alone = [
-        np.asarray(draw_steps(logits[i : i + 1], row_keys(i, 1), steps, make_sampler(1, **MIXED[i]))) for i in range(4)
+        np.asarray(draw_steps(logits[i : i + 1], row_keys(i, 1), steps, Sampler.of(1, **MIXED[i]))) for i in range(4)
     ]
     with jax.default_prng_impl(prng):
         together = np.asarray(draw_steps(logits, row_keys(range(4), 4), steps, sampler))
@@ -205,11 +204,11 @@ def test_every_setting_runs_in_one_program():
     def counted(logits, keys, sampler):
         nonlocal traces
         traces += 1
-        return sample(logits, keys, 0, sampler, unseen(logits), 300)
+        return sample(logits, keys, 0, sampler, unseen(logits))
 
     logits = logits_of(1, 300)
     for settings in [*MIXED, {"repetition_penalty": 1.5}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}]:
-        counted(logits, row_keys(7, 1), make_sampler(1, **settings))
+        counted(logits, row_keys(7, 1), Sampler.of(1, **settings))
     assert traces == 1
 
 
@@ -228,21 +227,21 @@ def test_ties_at_the_threshold_are_all_kept():
     logits = jnp.array([[2.0, 1.0, 1.0, 0.0, 1.0]])
     kept = [0, 1, 2, 4]
     for settings in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": float(np.exp(-1.0)) - 1e-6}):
-        x = final_logits(logits, make_sampler(1, temperature=1.0, **settings))
+        x = final_logits(logits, Sampler.of(1, temperature=1.0, **settings))
         assert np.flatnonzero(x[0] > -np.inf).tolist() == kept
     zeros = jnp.array([[0.0, -0.0, -1.0]])
-    assert np.isfinite(final_logits(zeros, make_sampler(1, temperature=1.0, top_k=1))[0]).tolist() == [
+    assert np.isfinite(final_logits(zeros, Sampler.of(1, temperature=1.0, top_k=1))[0]).tolist() == [
         True,
         True,
         False,
     ]
 
 
-def test_padding_of_the_vocabulary_is_never_chosen():
-    logits = jnp.array([[0.0, 1.0, 9.0, jnp.inf]])
-    assert draw(logits, valid_vocab=2) == [1]
-    for step in range(40):
-        assert draw(logits, step=step, valid_vocab=jnp.int32(2), temperature=5.0, top_k=3)[0] < 2
+def test_masked_ids_are_never_chosen():
+    logits = jnp.array([[0.0, 1.0, -jnp.inf, -jnp.inf]])
+    assert draw(logits) == [1]
+    for settings in ({"temperature": 1e30}, {"temperature": 5.0, "top_k": 3}, {"temperature": 2.0, "top_p": 1.0}):
+        assert {int(draw(logits, step=step, **settings)[0]) for step in range(40)} == {0, 1}
 
 
 def test_one_candidate():
@@ -264,9 +263,9 @@ def test_extreme_logits():
 
 
 @pytest.mark.parametrize("settings", MIXED, ids=str)
-def test_nothing_to_choose_is_minus_one(settings):
-    logits = jnp.array([[jnp.nan] * 3, [-jnp.inf] * 3, [0.0, -jnp.inf, jnp.nan]])
-    assert draw(logits, **settings).tolist() == [-1, -1, 0]
+def test_nothing_to_choose_is_zero(settings):
+    logits = jnp.array([[jnp.nan] * 3, [-jnp.inf] * 3, [-jnp.inf, jnp.nan, 0.0]])
+    assert draw(logits, **settings).tolist() == [0, 0, 2]
 
 
 def test_a_tiny_temperature_is_greedy():
@@ -276,9 +275,9 @@ def test_a_tiny_temperature_is_greedy():
 
 def test_bfloat16_logits_are_sampled_in_float32():
     logits = logits_of(2, 200).astype(jnp.bfloat16)
-    sampler, keys = make_sampler(2, temperature=1.0, top_p=0.9), row_keys(0, 2)
-    got = sample(logits, keys, 0, sampler, unseen(logits), 200)
-    np.testing.assert_array_equal(got, sample(logits.astype(jnp.float32), keys, 0, sampler, unseen(logits), 200))
+    sampler, keys = Sampler.of(2, temperature=1.0, top_p=0.9), row_keys(0, 2)
+    got = sample(logits, keys, 0, sampler, unseen(logits))
+    np.testing.assert_array_equal(got, sample(logits.astype(jnp.float32), keys, 0, sampler, unseen(logits)))
 
 
 # Arguments
@@ -306,7 +305,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
 )
 def test_a_bad_setting_is_named(name, value):
     with pytest.raises(ValueError, match=f"^{name}: got {value!r}, wanted"):
-        make_sampler(1, **{name: value})
+        Sampler.of(1, **{name: value})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 0.5, True, "1"])
