@@ -1,0 +1,59 @@
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def settings_restored(monkeypatch):
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    for name in ("MAMBA_JAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_small_programs_are_stored_and_found_again(tmp_path):
+    folder = enable_compilation_cache(tmp_path / "a" / "b")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    def double(x):
+        return x * 2
+
+    jax.jit(double).lower(jnp.ones(3)).compile()
+    stored = set(folder.iterdir())
+    assert any("double" in file.name for file in stored)
+    jax.clear_caches()
+    jax.jit(double).lower(jnp.ones(3)).compile()
+    assert set(folder.iterdir()) == stored
+
+
+def test_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert enable_compilation_cache() == tmp_path / "home" / ".cache" / "mamba_jax"
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert enable_compilation_cache() == tmp_path / "xdg" / "mamba_jax"
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    assert enable_compilation_cache() == tmp_path / "jax"
+    monkeypatch.setenv("MAMBA_JAX_CACHE", str(tmp_path / "own"))
+    assert enable_compilation_cache() == tmp_path / "own"
+    assert enable_compilation_cache(tmp_path / "named") == tmp_path / "named"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    Path(tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        enable_compilation_cache(tmp_path / "file")
