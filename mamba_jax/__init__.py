@@ -1,9 +1,32 @@
 """Portable JAX/XLA inference for state-space language models."""
 
 from mamba_jax.cache import MambaCache, init_cache
+from mamba_jax.checkpoints import load, save
 from mamba_jax.config import MambaConfig
+from mamba_jax.generate import Generation, generate, stream
+from mamba_jax.models import forward, prefill, step
 from mamba_jax.params import Params, TextInfo, init_params, param_shapes
+from mamba_jax.scoring import Score, embed, score
 
 __version__ = "0.1.0"
 
-__all__ = ["MambaCache", "MambaConfig", "Params", "TextInfo", "init_cache", "init_params", "param_shapes"]
+__all__ = [
+    "Generation",
+    "MambaCache",
+    "MambaConfig",
+    "Params",
+    "Score",
+    "TextInfo",
+    "embed",
+    "forward",
+    "generate",
+    "init_cache",
+    "init_params",
+    "load",
+    "param_shapes",
+    "prefill",
+    "save",
+    "score",
+    "step",
+    "stream",
+]

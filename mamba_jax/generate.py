@@ -1,0 +1,441 @@
+"""Text from a model: prompts in, `Generation`s or a stream of text out.
+
+The prompt is read segment by segment, then one compiled loop on the device samples and steps until every row has
+finished (`mamba_jax.programs`). Everything here is bookkeeping around those calls.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from mamba_jax import text as text_lib
+from mamba_jax.cache import MambaCache
+from mamba_jax.params import Params, TextInfo
+from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, program, read_prompts
+from mamba_jax.sampling import Sampler, row_keys
+from mamba_jax.scheduler.segments import plan_segments
+from mamba_jax.text import TextDecoder, Tokenizer
+
+TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
+
+Prompt = str | Sequence[int]
+Mode = Literal["device", "host", "recompute"]
+Block = tuple[np.ndarray, np.ndarray, DecodeState]  # (b, n) tokens, -1: none; (b, n) log-probabilities; state after
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continuation.
+
+    Attributes:
+        tokens: the new ids, the one that ended the text included.
+        text: the new text without the stop token or stop string; None where there is no tokenizer.
+        logprobs: log-probability of each new id under the model, before any sampling option; None unless asked for.
+        finish_reason: "stop" (a stop token or stop string) or "length".
+        timings: seconds spent by the whole batch under "compile_s", "prefill_s" and "decode_s", and the tokens it
+            generated a second while decoding under "tokens_per_s".
+        cache: this row's cache after its last token, batch 1; None unless asked for.
+        next_logits: (v,) float32 logits that follow the last token; None unless asked for.
+    """
+
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    finish_reason: Literal["stop", "length"]
+    timings: dict[str, float]
+    cache: MambaCache | None = None
+    next_logits: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a request may choose about its continuation; `generate` says what each means."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | Sequence[int] = 0
+    stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: got {self.max_new_tokens!r}, wanted an integer of at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Prompts as ids and options as the programs take them.
+
+    Attributes:
+        rows: prompt ids, each row at least one.
+        max_new_tokens: most tokens to generate.
+        stop_ids: ids that end a row.
+        stop: strings that end a row.
+        tokenizer: for the text, if there is one.
+        on_device: the options that the decode program reads.
+    """
+
+    rows: list[list[int]]
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    stop: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    on_device: DecodeOptions
+
+
+@overload
+def generate(params: Params, prompt: Prompt, **options: Any) -> Generation: ...
+
+
+@overload
+def generate(params: Params, prompt: Sequence[Prompt], **options: Any) -> list[Generation]: ...
+
+
+def generate(
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] | None = None,
+    logprobs: bool = False,
+    return_cache: bool = False,
+    tokenizer: Tokenizer | str | None = None,
+    mode: Mode = "device",
+) -> Generation | list[Generation]:
+    """Continue one prompt or several.
+
+    Each row of a batch equals that prompt run alone, and what a row samples depends on its seed and its own prompt
+    only. Base models repeat themselves for ever if they may: there is always a limit.
+
+    Args:
+        params: the model.
+        prompt: a string, token ids, or a list of either with unequal lengths. An empty prompt becomes the BOS token
+            where the checkpoint names one.
+        max_new_tokens: most tokens to generate; 0 only reads the prompt.
+        temperature: 0 takes the most likely token.
+        top_k: sample among the k most likely tokens.
+        top_p: sample among the fewest tokens whose probabilities sum to top_p.
+        min_p: sample among tokens at least min_p times as likely as the most likely.
+        repetition_penalty: above 1 makes tokens of the prompt and the continuation less likely.
+        seed: of the sampling, one for all rows or one a row.
+        stop_token_ids: ids that end a row; None takes the checkpoint's EOS ids, [] turns them off.
+        stop: string or strings that end a row.
+        logprobs: also return log-probabilities.
+        return_cache: also return each row's cache and the logits that follow its last token.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        mode: "device" (one compiled loop), "host" (a dispatch per token) or "recompute" (no cache: the whole text is
+            read again for each token). The last two exist to be compared with the first; all give the same tokens.
+
+    Returns:
+        A `Generation` for a single prompt, a list of them for a list of prompts.
+
+    Raises:
+        ValueError: if an argument does not fit; the message names it.
+        FloatingPointError: if the model's logits are not finite.
+    """
+    if mode not in ("device", "host", "recompute"):
+        raise ValueError(f"mode: got {mode!r}, wanted 'device', 'host' or 'recompute'")
+    options = Options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        stop=stop,
+    )
+    rows, single, tokenizer = as_rows(params, prompt, tokenizer)
+    request = make_request(params, rows, tokenizer, options)
+    results = _generate(params, request, mode, logprobs=logprobs, return_cache=return_cache)
+    return results[0] if single else results
+
+
+def stream(
+    params: Params, prompt: Prompt, *, tokenizer: Tokenizer | str | None = None, **options: Any
+) -> Iterator[str]:
+    """Continue one prompt, giving its text in pieces; joined they are `generate(params, prompt, ...).text`.
+
+    Args:
+        params: the model.
+        prompt: a string or token ids.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        **options: the fields of `Options`, as in `generate`.
+
+    Returns:
+        An iterator over pieces of text, none of them empty and none ending inside a character.
+
+    Raises:
+        ValueError: if an argument does not fit, or there is no tokenizer; before the first piece.
+    """
+    rows, single, tokenizer = as_rows(params, prompt, tokenizer)
+    if not single:
+        raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
+    if tokenizer is None:
+        raise ValueError("tokenizer: streaming text needs one, and the checkpoint has none beside its weights")
+    return _stream(params, make_request(params, rows, tokenizer, Options(**options)))
+
+
+def as_rows(
+    params: Params, prompt: Prompt | Sequence[Prompt], tokenizer: Tokenizer | str | None
+) -> tuple[list[list[int]], bool, Tokenizer | None]:
+    """Prompts as checked token ids, whether there was a single one, and the tokenizer if there is one."""
+    single = isinstance(prompt, str) or (len(prompt) > 0 and _is_integer(prompt[0]))
+    prompts = [prompt] if single else list(prompt)
+    if not prompts:
+        raise ValueError("prompt: got an empty list, wanted a string, token ids, or a list of either")
+    source = tokenizer if tokenizer is not None else params.text.tokenizer
+    if isinstance(source, str):
+        source = text_lib.load_tokenizer(source)
+    return [_as_ids(params, item, source) for item in prompts], single, source
+
+
+def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("prompt: got text, but the checkpoint has no tokenizer beside it; pass tokenizer=")
+        ids = text_lib.encode(tokenizer, prompt)
+    elif all(_is_integer(i) for i in prompt):
+        ids = [int(i) for i in prompt]
+    else:
+        raise ValueError(f"prompt: got {prompt!r:.80}, wanted a string, token ids, or a list of either")
+    if not ids and params.text.bos_token_id is None:
+        raise ValueError("prompt: got no token, wanted at least one (the checkpoint names no BOS token to begin with)")
+    ids = ids or [params.text.bos_token_id]
+    rows = params.config.padded_vocab_size
+    if min(ids) < 0 or max(ids) >= rows:
+        raise ValueError(f"prompt: got token ids from {min(ids)} to {max(ids)}, wanted 0 to {rows - 1}")
+    return ids
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | None, options: Options) -> Request:
+    """Check the options against the model and put them into the form that the programs take."""
+    stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
+    text_lib.StopStrings(stop)  # raises where one is empty or no string
+    if stop and tokenizer is None:
+        raise ValueError("stop: stop strings need a tokenizer, and the checkpoint has none beside it; pass tokenizer=")
+    batch, vocab = len(rows), params.config.padded_vocab_size
+    stop_ids = params.text.eos_token_ids if options.stop_token_ids is None else options.stop_token_ids
+    if not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
+        raise ValueError(f"stop_token_ids: got {list(stop_ids)}, wanted ids from 0 to {vocab - 1}")
+    stop_mask = np.zeros(vocab, bool)
+    stop_mask[list(stop_ids)] = True
+    valid = params.config.vocab_size
+    if tokenizer is not None:
+        valid = min(valid, text_lib.vocab_size(tokenizer))
+    sampler = Sampler.of(
+        batch,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
+    keys = row_keys(options.seed, batch)
+    sampling = options.temperature > 0 or options.repetition_penalty != 1.0
+    return Request(
+        rows=rows,
+        max_new_tokens=int(options.max_new_tokens),
+        stop_ids=frozenset(int(i) for i in stop_ids),
+        stop=stop,
+        tokenizer=tokenizer,
+        on_device=DecodeOptions(
+            stop=stop_mask,
+            valid_vocab=np.int32(valid),
+            sampler=sampler if sampling else None,
+            keys=keys if sampling else None,
+        ),
+    )
+
+
+def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
+    start = time.perf_counter()
+    compile_for(params, request)
+    compiled = time.perf_counter()
+    first = jax.block_until_ready(_state_after(params, request, request.rows))
+    prefilled = time.perf_counter()
+    rows, state = [_Row(request) for _ in request.rows], first
+    for tokens, scores, state in _run(params, request, first, rows, mode, exact_state=return_cache):  # noqa: B007
+        for row, row_tokens, row_scores in zip(rows, tokens, scores, strict=True):
+            row.push(row_tokens, row_scores)
+    for row in rows:
+        row.finish()
+    decode_s = time.perf_counter() - prefilled
+    timings = {
+        "compile_s": compiled - start,
+        "prefill_s": prefilled - compiled,
+        "decode_s": decode_s,
+        "tokens_per_s": sum(len(row.tokens) for row in rows) / decode_s,
+    }
+    return [
+        Generation(
+            tokens=row.tokens,
+            text=row.text,
+            logprobs=row.logprobs if logprobs else None,
+            finish_reason="stop" if row.stopped else "length",
+            timings=timings,
+            cache=jax.tree.map(lambda x, i=i: x[i : i + 1], state.cache) if return_cache else None,
+            next_logits=state.logits[i] if return_cache else None,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _stream(params: Params, request: Request) -> Iterator[str]:
+    row = _Row(request)
+    state = _state_after(params, request, request.rows)
+    for tokens, logprobs, _ in _run(params, request, state, [row], "device", block=TEXT_BLOCK):
+        if piece := row.push(tokens[0], logprobs[0]):
+            yield piece
+    if piece := row.finish():
+        yield piece
+
+
+def compile_for(params: Params, request: Request) -> None:
+    """Compile what the request needs and the process does not have yet."""
+    batch, longest = len(request.rows), max(len(row) for row in request.rows)
+    program("init", params, batch, 0)
+    for size in sorted(set(plan_segments(longest))):
+        program("prefill", params, batch, size)
+    if request.max_new_tokens:
+        program("decode", params, batch, BLOCK, sampling=request.on_device.sampler is not None)
+
+
+def _state_after(params: Params, request: Request, texts: list[list[int]], position: int = 0) -> DecodeState:
+    """The decode state after texts of which the last `position` ids were generated."""
+    cache, logits = read_prompts(params, texts)
+    seen = None
+    if request.on_device.sampler is not None:
+        seen = np.zeros(logits.shape, bool)
+        for i, text in enumerate(texts):
+            seen[i, text] = True
+    finished = np.zeros(len(texts), bool)
+    return DecodeState(cache=cache, logits=logits, finished=finished, position=np.int32(position), seen=seen)
+
+
+class _Row:
+    """One row's continuation as it grows.
+
+    Attributes:
+        tokens: ids so far, up to the one that ended the row.
+        logprobs: of each.
+        stopped: a stop token or a stop string ended the row.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stopped = False
+        self._stop_ids = request.stop_ids
+        self._decoder = TextDecoder(request.tokenizer, request.stop) if request.tokenizer is not None else None
+        self._text = ""
+
+    def push(self, tokens: np.ndarray, logprobs: np.ndarray) -> str:
+        """Take the row's part of a block (-1: no token) and return the text that became certain."""
+        if self.stopped:
+            return ""
+        count = int((tokens >= 0).sum())
+        new = tokens[:count].tolist()
+        if not np.isfinite(logprobs[:count]).all():
+            raise FloatingPointError(
+                f"logits: not finite after {len(self.tokens)} to {len(self.tokens) + count} new tokens; "
+                "try dtype='float32', or check the weights"
+            )
+        self.tokens += new
+        self.logprobs += logprobs[:count].tolist()
+        self.stopped = bool(new) and new[-1] in self._stop_ids
+        if self._decoder is None:
+            return ""
+        piece = self._decoder.push(new[:-1] if self.stopped else new)
+        if self._decoder.matched is not None:
+            self.stopped = True
+            del self.tokens[self._decoder.kept :], self.logprobs[self._decoder.kept :]
+        self._text += piece
+        return piece
+
+    def finish(self) -> str:
+        """Return what text was still held back, after which `text` is whole."""
+        if self._decoder is None:
+            return ""
+        piece = self._decoder.finish()
+        self._text += piece
+        return piece
+
+    @property
+    def text(self) -> str | None:
+        """The text given out so far; None without a tokenizer."""
+        return None if self._decoder is None else self._text
+
+
+def _run(
+    params: Params,
+    request: Request,
+    state: DecodeState,
+    rows: list[_Row],
+    mode: Mode,
+    *,
+    block: int | None = None,
+    exact_state: bool = False,
+) -> Iterator[Block]:
+    """Blocks of the request in the given mode; `rows`, fed by the caller, tell which rows the host has stopped."""
+    if mode == "recompute":
+        return _recompute(params, request, state, rows)
+    if mode == "host" or (exact_state and request.stop):  # nothing beyond a stop string may enter the cache
+        return _blocks(params, request, state, rows, block=1, depth=1)
+    return _blocks(params, request, state, rows, block=block or (TEXT_BLOCK if request.stop else BLOCK), depth=2)
+
+
+def _blocks(
+    params: Params, request: Request, state: DecodeState, rows: list[_Row], *, block: int, depth: int
+) -> Iterator[Block]:
+    """Run the decode program block after block, `depth` of them launched before the first is read."""
+    weights, left = params.replace(text=TextInfo()), request.max_new_tokens
+    flying: collections.deque[tuple[int, jax.Array, jax.Array]] = collections.deque()
+    stopped = np.zeros(len(rows), bool)
+    while left or flying:
+        while left and len(flying) < depth:
+            if (now := np.array([row.stopped for row in rows])).sum() > stopped.sum():
+                stopped = now
+                state = state.replace(finished=np.asarray(state.finished) | stopped)
+            count = min(left, block)
+            run = program("decode", params, len(rows), BLOCK, sampling=request.on_device.sampler is not None)
+            state, tokens, logprobs = run(weights, state, request.on_device, np.int32(count))
+            flying.append((count, tokens, logprobs))
+            left -= count
+        count, tokens, logprobs = flying.popleft()
+        yield np.asarray(tokens)[:, :count], np.asarray(logprobs)[:, :count], state
+        if all(row.stopped for row in rows):
+            return  # what still flies ends at once: its rows have finished
+
+
+def _recompute(params: Params, request: Request, state: DecodeState, rows: list[_Row]) -> Iterator[Block]:
+    """One token at a time with no cache: the whole text is read again before each."""
+    one = dataclasses.replace(request, max_new_tokens=1)
+    for position in range(request.max_new_tokens):
+        if position:
+            texts = [prompt + row.tokens for prompt, row in zip(request.rows, rows, strict=True)]
+            state = _state_after(params, request, texts, position)
+        yield from _blocks(params, one, state, rows, block=1, depth=1)
+        if all(row.stopped for row in rows):
+            return

@@ -1,0 +1,132 @@
+"""What a model makes of given texts: log-probabilities of their tokens, and hidden states."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from mamba_jax.generate import Prompt, as_rows
+from mamba_jax.params import Params, TextInfo
+from mamba_jax.programs import program, segments
+from mamba_jax.text import Tokenizer
+
+BATCH = 8  # texts read together; longer ones first, so that neighbours are of like lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of one text.
+
+    Attributes:
+        tokens: its ids.
+        logprobs: natural logarithm of the probability of each id given those before it, over all rows of the
+            embedding; None for the first, which nothing predicts.
+    """
+
+    tokens: list[int]
+    logprobs: list[float | None]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole text but its first token."""
+        return float(np.sum(np.array(self.logprobs[1:], np.float64)))
+
+
+@overload
+def score(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> Score: ...
+
+
+@overload
+def score(params: Params, texts: Sequence[Prompt], *, tokenizer: Tokenizer | str | None = None) -> list[Score]: ...
+
+
+def score(
+    params: Params, texts: Prompt | Sequence[Prompt], *, tokenizer: Tokenizer | str | None = None
+) -> Score | list[Score]:
+    """Log-probability of every token of every text; texts of any length, in flat memory.
+
+    Args:
+        params: the model.
+        texts: a string, token ids, or a list of either with unequal lengths.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+
+    Returns:
+        A `Score` for a single text, a list of them for a list.
+
+    Raises:
+        ValueError: if an argument does not fit; the message names it.
+    """
+    rows, single, _ = as_rows(params, texts, tokenizer)
+    weights = params.replace(text=TextInfo())
+
+    def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        targets = np.zeros_like(tokens)
+        for i, row in enumerate(group):
+            part = row[offset + 1 : offset + 1 + tokens.shape[1]]
+            targets[i, : len(part)] = part
+        return program("score", params, *tokens.shape)(weights, tokens, targets, lengths, cache)
+
+    scores = [
+        Score(tokens=row, logprobs=[None, *logprobs[: len(row) - 1].tolist()])
+        for row, logprobs in zip(rows, _read(params, rows, segment), strict=True)
+    ]
+    return scores[0] if single else scores
+
+
+@overload
+def embed(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> np.ndarray: ...
+
+
+@overload
+def embed(params: Params, texts: Sequence[Prompt], *, tokenizer: Tokenizer | str | None = None) -> list[np.ndarray]: ...
+
+
+def embed(
+    params: Params, texts: Prompt | Sequence[Prompt], *, tokenizer: Tokenizer | str | None = None
+) -> np.ndarray | list[np.ndarray]:
+    """Final hidden states (after norm_f) of every position of every text.
+
+    Args:
+        params: the model.
+        texts: a string, token ids, or a list of either with unequal lengths.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+
+    Returns:
+        A float32 array (positions, d_model) for a single text, a list of them for a list.
+
+    Raises:
+        ValueError: if an argument does not fit; the message names it.
+    """
+    rows, single, _ = as_rows(params, texts, tokenizer)
+    weights = params.replace(text=TextInfo())
+
+    def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        del group, offset
+        return program("embed", params, *tokens.shape)(weights, tokens, lengths, cache)
+
+    states = _read(params, rows, segment)
+    return states[0] if single else states
+
+
+def _read(params: Params, rows: list[list[int]], segment: Callable[..., Any]) -> list[np.ndarray]:
+    """Run rows through `segment(group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
+    values: list[np.ndarray] = [np.empty(0)] * len(rows)
+    for indices in _groups(rows):
+        group = [rows[i] for i in indices]
+        cache, _ = program("init", params, len(group), 0)()
+        parts: list[jax.Array] = []
+        for offset, tokens, lengths in segments(group):
+            cache, part = segment(group, cache, offset, tokens, lengths)
+            parts.append(part)
+        joined = np.concatenate([np.asarray(part) for part in parts], axis=1)
+        for i, row in zip(indices, joined, strict=True):
+            values[i] = row[: len(rows[i])].copy()
+    return values
+
+
+def _groups(rows: list[list[int]]) -> Iterator[list[int]]:
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    for start in range(0, len(order), BATCH):
+        yield order[start : start + BATCH]

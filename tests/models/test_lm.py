@@ -1,0 +1,236 @@
+"""Forward, prefill and step: one call against any split of it, padding, packing, dtypes, bad arguments."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax import forward, init_cache, prefill, step
+from tests.tiny import KINDS, tiny_config, tiny_params
+from tests.tolerances import SPLIT_ATOL
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 101, (2, 40))
+
+
+def assert_close(got, want, atol=SPLIT_ATOL):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=atol), got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [(16, 16, 8), (39, 1), (1, 39), (3, 1, 2, 34), (40,)])
+def test_u20_any_split_of_a_prefill_equals_one_call(kind, split):
+    params = tiny_params(kind)
+    want_logits, want_cache = prefill(params, IDS, chunk_size=16)
+    cache, start = None, 0
+    for size in split:
+        logits, cache = prefill(params, IDS[:, start : start + size], cache=cache, chunk_size=16)
+        start += size
+    assert_close(logits, want_logits)
+    assert_close(cache, want_cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt", [1, 3, 4, 5])
+def test_u26_u27_steps_after_a_prefill_equal_the_forward_pass(kind, prompt):
+    params = tiny_params(kind)
+    want = forward(params, IDS[:, : prompt + 4], chunk_size=4)
+    logits, cache = prefill(params, IDS[:, :prompt])
+    assert_close(logits, want[:, prompt - 1])
+    for position in range(prompt, prompt + 4):
+        logits, cache = step(params, IDS[:, position], cache)
+        assert_close(logits, want[:, position])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u12_one_token_prefill_equals_a_step_from_zero(kind):
+    params = tiny_params(kind)
+    got = prefill(params, IDS[:, :1])
+    want = step(params, IDS[:, 0], init_cache(params.config, 2, params.dtype))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_size", [16, 32, 64, 512])
+def test_chunk_size_changes_nothing(kind, chunk_size):
+    params = tiny_params(kind)
+    assert_close(forward(params, IDS, chunk_size=chunk_size), forward(params, IDS, chunk_size=1), atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u04_right_padding_leaves_the_cache_at_the_true_end(kind):
+    params = tiny_params(kind)
+    lengths = np.array([5, 12])
+    logits, cache = prefill(params, IDS[:, :16], lengths=lengths)
+    for row, length in enumerate(lengths):
+        want_logits, want_cache = prefill(params, IDS[row : row + 1, :length])
+        assert_close(logits[row : row + 1], want_logits)
+        assert_close(jax.tree.map(lambda x, row=row: x[row : row + 1], cache), want_cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u05_a_padded_single_row_equals_the_unpadded_one(kind):
+    params = tiny_params(kind)
+    ids = IDS[:1, :5]
+    want = forward(params, ids)
+    right = np.pad(ids, ((0, 0), (0, 11)), constant_values=7)
+    assert_close(forward(params, right, lengths=[5])[:, :5], want)
+    left = np.pad(ids, ((0, 0), (3, 0)), constant_values=7)
+    assert_close(forward(params, left, segment_ids=[[-1, -1, -1, 0, 0, 0, 0, 0]])[:, 3:], want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u01_u03_left_and_right_padding_score_alike(kind):
+    params = tiny_params(kind)
+    lengths, width = (3, 17, 33, 40), 40
+    texts = [RNG.integers(0, 101, n) for n in lengths]
+    right, left = np.full((4, width), 9), np.full((4, width), 9)
+    ids = np.full((4, width), -1)
+    for row, text in enumerate(texts):
+        right[row, : len(text)] = text
+        left[row, width - len(text) :] = text
+        ids[row, width - len(text) :] = 0
+    on_right = forward(params, right, lengths=lengths)
+    on_left = forward(params, left, segment_ids=ids)
+    for row, text in enumerate(texts):
+        alone = forward(params, text[None])[0]
+        assert_close(on_right[row, : len(text)], alone)
+        assert_close(on_left[row, width - len(text) :], alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_see_nothing_of_each_other(kind):
+    params = tiny_params(kind)
+    lengths = (7, 1, 20, 12)
+    packed = forward(params, IDS[:1], segment_ids=np.repeat(np.arange(4), lengths)[None], chunk_size=16)
+    ends = list(itertools.accumulate(lengths))
+    for start, end in zip([0, *ends], ends, strict=False):
+        assert_close(packed[:, start:end], forward(params, IDS[:1, start:end]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u14_continuing_from_a_snapshot_leaves_it_as_it_was(kind):
+    params = tiny_params(kind)
+    _, snapshot = prefill(params, IDS[:, :16])
+    before = jax.tree.map(np.array, snapshot)
+    prefill(params, IDS[:, 16:17], cache=snapshot)
+    step(params, IDS[:, 16], snapshot)
+    branch, _ = prefill(params, IDS[:, 16:18], cache=snapshot)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, snapshot), before)
+    assert_close(branch, forward(params, IDS[:, :18])[:, -1])
+
+
+@pytest.mark.parametrize("d_model", [2048, 256, 320])
+def test_u22_any_consistent_width_works(d_model):
+    params = tiny_params("mamba2", d_model=d_model, d_inner=2 * d_model, headdim=64, n_layer=1)
+    ids = RNG.integers(0, 101, (1, 64))
+    want, _ = prefill(params, ids)
+    cache = None
+    for start in range(0, 64, 16):
+        logits, cache = prefill(params, ids[:, start : start + 16], cache=cache)
+    assert_close(logits, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("residual_in_fp32", [True, False])
+def test_u45_residual_dtype_follows_the_flag(kind, residual_in_fp32):
+    params = tiny_params(kind, "bfloat16", residual_in_fp32=residual_in_fp32)
+    logits, hidden = forward(params, IDS, output_hidden_states=True)
+    assert logits.dtype == jnp.float32
+    assert {h.dtype for h in hidden} == {jnp.dtype("bfloat16")}
+    assert len(hidden) == params.config.n_layer + 1
+    jaxpr = str(jax.make_jaxpr(lambda p, t: forward(p, t))(params, IDS))
+    b, length = IDS.shape
+    adds = [line for line in jaxpr.splitlines() if f":f32[{b},{length},24] = add " in line]
+    # With the flag one residual addition a layer in float32; without it none.
+    assert bool(adds) == residual_in_fp32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_u42_low_precision_stays_near_float32(kind, dtype):
+    want = forward(tiny_params(kind), IDS)
+    got = forward(tiny_params(kind, dtype), IDS)
+    assert np.isfinite(got).all()
+    error = np.abs(np.asarray(got) - np.asarray(want)).max() / np.asarray(want).std()
+    assert error < {"bfloat16": 0.15, "float16": 0.02}[dtype]
+
+
+def test_u36_without_the_gated_norm_there_is_no_weight_and_bfloat16_runs():
+    params = tiny_params("mamba2", "bfloat16", gated_norm=False)
+    assert params.layers[0].gated_norm is None
+    assert np.isfinite(forward(params, IDS)).all()
+    full = tiny_params("mamba2", gated_norm=False)
+    assert_close(
+        step(full, IDS[:, 0], init_cache(full.config, 2, "float32"))[0], forward(full, IDS[:, :1])[:, 0]
+    )
+
+
+def test_norm_before_gate_changes_the_result():
+    params = tiny_params("mamba2")
+    other = params.replace(config=dataclasses.replace(params.config, norm_before_gate=True))
+    assert np.abs(forward(params, IDS) - forward(other, IDS)).max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_is_differentiable(kind):
+    params = tiny_params(kind)
+
+    def loss(params):
+        logits = forward(params, IDS, chunk_size=16)
+        return -jax.nn.log_softmax(logits)[:, :-1][np.arange(2)[:, None], np.arange(39), IDS[:, 1:]].mean()
+
+    grads = jax.grad(loss)(params)
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+    direction = jax.tree.map(lambda x: jnp.sign(x) * 1e-3, grads)
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), grads, direction)))
+    ahead, behind = (loss(jax.tree.map(lambda p, d, s=s: p + s * d, params, direction)) for s in (1, -1))
+    np.testing.assert_allclose((ahead - behind) / 2, slope, rtol=3e-2)
+
+
+def test_tokens_outside_the_embedding_are_refused_or_nan():
+    params = tiny_params("mamba1")
+    with pytest.raises(ValueError, match="tokens: got ids from 0 to 104, wanted 0 to 103"):
+        forward(params, [[0, 104]])
+    with pytest.raises(ValueError, match="tokens"):
+        step(params, [-1], init_cache(params.config, 1, "float32"))
+    traced = jax.jit(lambda t: forward(params, t))
+    assert np.isnan(traced(jnp.array([[3, 104]]))[0, 1]).all()
+    assert np.isnan(traced(jnp.array([[3, -1]]))[0, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2]}, "tokens"),
+        ({"tokens": np.zeros((1, 0), int)}, "tokens"),
+        ({"tokens": [[0.5]]}, "tokens"),
+        ({"tokens": [[1, 2]], "lengths": [3]}, "lengths"),
+        ({"tokens": [[1, 2]], "lengths": [0]}, "lengths"),
+        ({"tokens": [[1, 2]], "lengths": [1, 1]}, "lengths"),
+        ({"tokens": [[1, 2]], "chunk_size": 0}, "chunk_size"),
+        ({"tokens": [[1, 2]], "chunk_size": "best"}, "chunk_size"),
+        ({"tokens": [[1, 2]], "segment_ids": [[0]]}, "segment_ids"),
+        ({"tokens": [[1, 2]], "segment_ids": [[0, 0]], "lengths": [2]}, "segment_ids"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        forward(tiny_params("mamba2"), **arguments)
+
+
+def test_u25_u28_a_cache_of_another_shape_is_refused():
+    params = tiny_params("mamba2")
+    for config, batch in ((tiny_config("mamba1"), 1), (tiny_config("mamba2", ngroups=2), 1), (params.config, 2)):
+        with pytest.raises(ValueError, match="cache"):
+            prefill(params, IDS[:1], cache=init_cache(config, batch, "float32"))
+    with pytest.raises(ValueError, match="segment_ids"):
+        forward(params, IDS[:1], cache=init_cache(params.config, 1, "float32"), segment_ids=np.zeros((1, 40), int))
+
+
+def test_u22_u28_conv_channels_hold_b_and_c():
+    config = tiny_config("mamba2", d_inner=4096, headdim=64, ngroups=8, d_state=128)
+    assert init_cache(config, 1).conv[0].shape == (1, 3, 6144)
