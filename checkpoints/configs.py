@@ -173,9 +173,7 @@ def _guess_dialect(raw: Mapping[str, Any], where: str) -> Dialect:
 
 def _refuse_other_layers(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("attn_layer_idx"):
-        raise ValueError(
-            f"{where}: hybrid: attn_layer_idx {raw['attn_layer_idx']} are attention layers; wanted {_WANTED}"
-        )
+        raise ValueError(f"{where}: attn_layer_idx: hybrid: attention layers {raw['attn_layer_idx']}; wanted {_WANTED}")
     if raw.get("d_intermediate"):
         raise ValueError(
             f"{where}: d_intermediate: got {raw['d_intermediate']}: MLP layers between the mixers; wanted 0, {_WANTED}"

@@ -17,7 +17,14 @@ WEIGHT_FILES = (
     "pytorch_model.bin" + INDEX_SUFFIX,
 )
 # Any of these makes a folder one that holds a tokenizer.
-TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_MARKS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "tekken.json",
+)
 TOKENIZER_FILES = (
     *TOKENIZER_MARKS,
     "added_tokens.json",

@@ -31,14 +31,13 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
         ValueError: if there is no such folder or repository; the message says what was tried.
         OSError: if the hub cannot be reached and the cache does not hold the repository.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    text, path = os.fspath(name), Path(name).expanduser()
+    if text and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision: got {revision!r} for the local folder {path}, wanted None")
         return path
-    if path.exists():
+    if path.is_file():
         raise ValueError(f"{path}: is a file, wanted the folder that holds config.json and the weights")
-    text = os.fspath(name)
     if not isinstance(name, str) or not _HUB_ID.fullmatch(text) or ".." in text:
         raise ValueError(f"{text!r}: no such folder, and no hub id, which would read 'owner/name'")
     return _snapshot(text, revision, progress)
@@ -53,7 +52,7 @@ def download(repository: str, files: list[str], revision: str | None, progress: 
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
-    class Silent(tqdm):  # type: ignore[misc]
+    class Silent(tqdm):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **(kwargs | {"disable": True}))
 

@@ -24,6 +24,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 _DTYPES = ("bfloat16", "float16", "float32")
 _STORED_DTYPES = (*_DTYPES, "float64")
 _SHOWN = 10  # problems of a kind that an error lists before it counts the rest
+_ALIGNMENT = 64
 _BLOCK = 1 << 20  # elements looked at together
 
 
@@ -67,12 +68,11 @@ def load(
     with _progress(f"Loading {folder.name}", sum(map(_nbytes, stored.values())), show) as advance:
 
         def make(path: str, shape: tuple[int, ...], leaf_dtype: jnp.dtype) -> jax.Array:
-            with np.errstate(over="ignore"):  # reported below, by name
-                array = stored[path].map().astype(leaf_dtype, order="C")
+            array = _convert(stored[path], leaf_dtype)
             if not allow_nonfinite and not is_finite(array):
                 overflows = is_finite(np.ascontiguousarray(stored[path].map()))
                 bad.append(f"{path} (overflows {leaf_dtype})" if overflows else path)
-            # Waiting frees the host's copy before the next weight is read.
+            # On the CPU this is the array itself; elsewhere, waiting frees the host's copy before the next is made.
             leaf = jax.block_until_ready(jnp.asarray(array.reshape(shape)))
             advance(_nbytes(stored[path]))
             return leaf
@@ -149,6 +149,16 @@ def _fit_vocabulary(config: MambaConfig, embedding: StoredTensor | None) -> Mamb
 
 def _kept_dtype(embedding: StoredTensor) -> np.dtype:
     return np.dtype(np.float32) if embedding.dtype == np.float64 else embedding.dtype
+
+
+def _convert(tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
+    """A copy of a stored tensor, in C order and aligned so that JAX on a CPU takes it without another copy."""
+    memory = np.empty(tensor.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    array = memory[start : start + tensor.size * dtype.itemsize].view(dtype).reshape(tensor.shape)
+    with np.errstate(over="ignore"):  # infinity is reported by name
+        np.copyto(array, tensor.map(), casting="unsafe")
+    return array
 
 
 def _nbytes(tensor: StoredTensor) -> int:

@@ -69,17 +69,16 @@ def save(
 
 
 def _check_leaves(params: Params) -> None:
-    wanted = param_shapes(params.config, params.dtype)
-    if jax.tree.structure(params) != jax.tree.structure(wanted.replace(text=params.text)):
-        raise ValueError("params: its weights are not those of params.config (some are absent, or should be)")
-    got, shapes = leaves(params), leaves(wanted)
-    wrong = [
-        f"{path}: got {got[path].dtype}{list(got[path].shape)}, wanted {leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in shapes.items()
-        if (got[path].shape, got[path].dtype) != (leaf.shape, leaf.dtype)
-    ]
+    """A checkpoint whose weights are not those of its config would not load."""
+
+    def describe(leaf: Any) -> str:
+        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+    got, wanted = leaves(params), leaves(param_shapes(params.config, params.dtype))
+    pairs = {path: (describe(got.get(path)), describe(wanted.get(path))) for path in wanted | got}
+    wrong = [f"{path}: got {came}, wanted {due}" for path, (came, due) in pairs.items() if came != due]
     if wrong:
-        raise ValueError(f"params: not those of params.config: {'; '.join(wrong)}")
+        raise ValueError(f"params: not the weights of params.config: {'; '.join(wrong)}")
 
 
 def _refuse_occupied(target: Path) -> None:
