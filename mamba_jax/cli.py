@@ -1,0 +1,351 @@
+"""`mamba-jax`: the command line. Results go to stdout, everything else to stderr.
+
+Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the command line, 130 interrupted.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
+    from mamba_jax.checkpoints.loading import DType
+    from mamba_jax.params import Params
+    from mamba_jax.scoring import Score
+
+app = typer.Typer(
+    help="Run Mamba language models: continue text, score it, look at checkpoints and convert them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder or hub id of a checkpoint.", show_default="the embedded model"),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub id of a tokenizer.", show_default="the one beside the weights"),
+]
+DTypeOption = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="Type of the weights.", show_default="the file's"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        args: what follows the program's name; None takes it from `sys.argv`.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # one of them laments that torch is missing
+    try:
+        app(args=None if args is None else list(args), prog_name="mamba-jax")
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import jax
+
+        import mamba_jax
+
+        _write(f"mamba-jax {mamba_jax.__version__} (jax {jax.__version__})\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="Text to continue. Read from stdin if it is '-', or absent and stdin is no terminal; one newline at "
+            "the end of stdin is left out.",
+            show_default=False,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that reach this probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample among tokens this fraction as likely as the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0, help="Above 1 makes tokens that were there before less likely.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling; the same seed gives the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this string; may be given several times.", show_default=False)
+    ] = None,
+    dtype: DTypeOption = None,
+    as_json: JsonOption = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is whole.")] = False,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Continue a text and print the continuation.
+
+    A base model goes on for ever, often repeating itself: see --max-new-tokens, --stop and --repetition-penalty.
+    """
+    text = _read_prompt(prompt)
+    import mamba_jax
+
+    _enable_cache()
+    params = _load(model, dtype)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or None,
+        "tokenizer": tokenizer,
+    }
+    if not as_json and not no_stream:
+        with _working("Reading the prompt") as done:
+            for piece in mamba_jax.stream(params, text, **options):
+                done()
+                _write(piece)
+        _write("\n")
+        return
+    with _working("Generating"):
+        result = mamba_jax.generate(params, text, logprobs=as_json, **options)
+    if as_json:
+        names = ("tokens", "text", "logprobs", "finish_reason", "timings")
+        _write_json({name: getattr(result, name) for name in names})
+    else:
+        _write(f"{result.text}\n")
+
+
+@app.command()
+def score(
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            help="Text to score. Read from stdin, as it is, if it is '-', or absent and stdin is no terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Score this file's text.", show_default=False)
+    ] = None,
+    model: ModelOption = None,
+    dtype: DTypeOption = None,
+    as_json: JsonOption = False,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Print the log-probability of each token of a text, and the perplexity of the whole.
+
+    Each line has the natural logarithm of the token's probability (- for the first, which nothing predicts), its id
+    and its text.
+    """
+    if file is not None and text is not None:
+        raise typer.BadParameter("got both TEXT and --file, wanted one", param_hint="--file")
+    text = _decode(file.read_bytes(), str(file)) if file is not None else _read_text(text, "TEXT")
+    import mamba_jax
+    from mamba_jax.text import load_tokenizer
+
+    _enable_cache()
+    params = _load(model, dtype)
+    source = tokenizer or params.text.tokenizer
+    if source is None:
+        raise ValueError("tokenizer: there is none beside the weights; name one with --tokenizer PATH")
+    loaded = load_tokenizer(source)
+    with _working("Scoring"):
+        result = mamba_jax.score(params, text, tokenizer=loaded)
+    _print_score(result, loaded, as_json)
+
+
+def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
+    from mamba_jax.text import token_pieces
+
+    pieces, scored = token_pieces(tokenizer, result.tokens), len(result.tokens) - 1
+    perplexity = math.exp(-result.total / scored) if scored else None
+    if as_json:
+        values = dataclasses.asdict(result)
+        _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": perplexity})
+        return
+    for token, piece, logprob in zip(result.tokens, pieces, result.logprobs, strict=True):
+        shown = "-" if logprob is None else f"{logprob:.4f}"
+        _write(f"{shown:>10}  {token:>7}  {json.dumps(piece, ensure_ascii=False)}\n")
+    shown = "-" if perplexity is None else f"{perplexity:.4f}"
+    _write(f"{scored} tokens scored, log-probability {result.total:.4f}, perplexity {shown}\n")
+
+
+@app.command()
+def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
+    """Print what a checkpoint holds, without reading its weights."""
+    from mamba_jax.checkpoints.archive import open_weights
+    from mamba_jax.checkpoints.configs import read_config
+    from mamba_jax.checkpoints.hub import find_folder
+    from mamba_jax.checkpoints.loading import match_weights
+
+    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    config, text = read_config(folder)
+    config, stored = match_weights(config, open_weights(folder), str(folder))
+    import jax
+
+    from mamba_jax.cache import init_cache
+    from mamba_jax.params import param_shapes
+
+    dtype = stored["embedding"].dtype
+    leaves = jax.tree.leaves(param_shapes(config))
+    cache = jax.tree.leaves(jax.eval_shape(lambda: init_cache(config, 1, dtype)))
+    architecture = dataclasses.asdict(config)
+    # JSON has no infinity: a limit that limits nothing is null.
+    architecture["dt_limit"] = [limit if math.isfinite(limit) else None for limit in config.dt_limit]
+    facts = {
+        "model": str(folder),
+        "architecture": architecture | {"padded_vocab_size": config.padded_vocab_size},
+        "parameters": sum(leaf.size for leaf in leaves),
+        "dtype": dtype.name,
+        "bytes": sum(tensor.size * tensor.dtype.itemsize for tensor in stored.values()),
+        "cache_bytes_per_row": sum(leaf.size * leaf.dtype.itemsize for leaf in cache),
+        "tokenizer": text.tokenizer,
+        "eos_token_ids": list(text.eos_token_ids),
+        "bos_token_id": text.bos_token_id,
+    }
+    if as_json:
+        _write_json(facts)
+    else:
+        _print_facts(facts)
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in (facts | facts["architecture"]).items():
+        if name == "architecture":
+            continue
+        number = isinstance(value, int) and not isinstance(value, bool)
+        table.add_row(name, f"{value:,}" if number else "none" if value is None else str(value))
+    Console(markup=False, highlight=False).print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, without a checkpoint in it.")],
+    layout: Annotated[
+        Literal["hf", "original"],
+        typer.Option(help="hf: Hugging Face's, for transformers; original: state-spaces', for mamba_ssm."),
+    ],
+    dtype: DTypeOption = None,
+) -> None:
+    """Write a checkpoint in another layout or type: safetensors, config and tokenizer."""
+    import mamba_jax
+
+    params = _load(source, dtype)
+    with _working(f"Writing {target}"):
+        mamba_jax.save(params, target, layout=layout)
+    sys.stderr.write(f"wrote {target}\n")
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The prompt; of stdin's text without the newline that ends it."""
+    text = _read_text(prompt, "PROMPT")
+    if prompt in (None, "-"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    return text
+
+
+def _read_text(text: str | None, name: str) -> str:
+    """The argument, or stdin where the argument leaves it to that."""
+    if text not in (None, "-"):
+        return text
+    if text is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter("no text: give it as an argument or on stdin", param_hint=name)
+    return _decode(sys.stdin.buffer.read(), "stdin")
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: got bytes that are no UTF-8 text: {error}") from error
+
+
+def _model(model: str | None) -> str:
+    import mamba_jax
+
+    return model if model is not None else str(mamba_jax.default_model())
+
+
+def _load(model: str | None, dtype: "DType | None") -> "Params":
+    import mamba_jax
+
+    return mamba_jax.load(_model(model), dtype=dtype)
+
+
+def _enable_cache() -> None:
+    """Later processes start warm; where no cache can be kept, this one runs all the same."""
+    from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
+
+    try:
+        enable_compilation_cache()
+    except OSError as error:
+        sys.stderr.write(f"no compilation cache: {error}\n")
+
+
+def _write(text: str) -> None:
+    """Write to stdout at once; a character that the terminal's encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _write_json(value: dict[str, Any]) -> None:
+    _write(json.dumps(value, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def _working(label: str) -> Iterator[Any]:
+    """Show on a terminal's stderr what is going on, and each program that compiles; gives a function that ends it."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    from mamba_jax.programs import TABLE
+
+    with Console(stderr=True).status(label) as status:
+        TABLE.on_compile = lambda key: status.update(f"Compiling: {key}")
+        try:
+            yield status.stop
+        finally:
+            TABLE.on_compile = None
+
+
+if __name__ == "__main__":
+    main()
