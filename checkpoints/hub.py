@@ -14,6 +14,7 @@ from mamba_jax.checkpoints.files import (
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TIMEOUT = 10.0  # seconds, as huggingface_hub waits for what a file is
 
 
 def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bool) -> Path:
@@ -67,8 +68,8 @@ def _snapshot(repository: str, revision: str | None, progress: bool) -> Path:
     place = f"hub repository {repository!r}" + (f" at revision {revision!r}" if revision else "")
     files = [*CONFIG_FILES, GENERATION_CONFIG, *TOKENIZER_FILES]
     try:
-        names = HfApi().list_repo_files(repository, revision=revision)
-        weights = choose_weights(names, place)
+        siblings = HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT).siblings
+        weights = choose_weights([sibling.rfilename for sibling in siblings or []], place)
         files.append(weights)
         if weights.endswith(INDEX_SUFFIX):
             index = hf_hub_download(repository, weights, revision=revision)
