@@ -1,8 +1,8 @@
 """Every matrix product of the project: y = x W^T + bias, and the einsums of the scans.
 
-Products accumulate in float32. Float32 operands multiply at highest precision on every backend. Low-precision operands
-go to the matrix units as they are, except on the CPU, where XLA's low-precision dot is ten times slower than reading
-the weight as float32.
+Products accumulate in float32. Float32 operands multiply at highest precision on every backend, low-precision operands
+go to the matrix units as they are. The CPU is the exception: XLA has no bfloat16 or float16 matrix-vector product there
+and would write a float32 copy of the weight first, ten times the cost of reading it; the forms below avoid that copy.
 """
 
 import jax
@@ -12,9 +12,12 @@ from jaxtyping import Array, Float
 
 from mamba_jax.ops.checks import check_shape
 
-# On the CPU, up to this many rows a low-precision weight is multiplied and reduced row by row as it streams from
-# memory; above, it is widened once and multiplied by float32's matrix product.
+# A streamed row is cut into at most this many parts: with more, LLVM no longer makes vector code of the sum.
+_MAX_PARTS = 12
+# Float16 rows up to this many are streamed one by one; from there on widening the weight is cheaper.
 _MAX_STREAMED_ROWS = 4
+# Right-hand sides come in multiples of a vector's lanes.
+_LANES = 16
 
 
 def linear(
@@ -41,11 +44,7 @@ def linear(
     check_shape("weight", weight, (weight.shape[0], x.shape[-1]), "(o, i)")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    if weight.dtype == jnp.float32:
-        y = _dot(rows, weight)
-    else:
-        cpu = _streamed_dot if rows.shape[0] <= _MAX_STREAMED_ROWS else _widened_dot
-        y = jax.lax.platform_dependent(rows, weight, cpu=cpu, default=_dot)
+    y = _multiply(rows, weight)
     if bias is not None:
         check_shape("bias", bias, weight.shape[:1], "(o,)")
         y = y + bias.astype(jnp.float32)
@@ -53,9 +52,9 @@ def linear(
 
 
 def einsum(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Multiply two arrays of one dtype, accumulating in float32; `linear`'s rules for precision and the CPU.
+    """Multiply two arrays of one dtype into float32, by the rules of this module.
 
-    Float16 is widened to float32 first: a scan's products may leave its range.
+    Float16 is widened first: the products of a scan may leave its range.
     """
     if a.dtype == jnp.float32:
         return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
@@ -71,16 +70,76 @@ def einsum(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[A
     return jax.lax.platform_dependent(a, b, cpu=wide, default=low)
 
 
-def _dot(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    contract = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(rows, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+@jax.custom_vjp
+def _multiply(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    """Multiply rows by W^T into float32."""
+    r = rows.shape[0]
+    if weight.dtype == jnp.float32:
+        cpu = _weight_first
+    elif weight.dtype == jnp.bfloat16:
+        cpu = _streamed if r == 1 else _padded
+    else:
+        cpu = _streamed if r <= _MAX_STREAMED_ROWS else _widened
+    return jax.lax.platform_dependent(rows, weight, cpu=cpu, default=_rows_first)
 
 
-def _widened_dot(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    return _dot(rows.astype(jnp.float32), weight.astype(jnp.float32))
+def _multiply_forward(rows: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _multiply(rows, weight), (rows, weight)
 
 
-def _streamed_dot(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    products = weight.astype(jnp.float32)[:, None, :] * rows.astype(jnp.float32)  # fused into the sum, never stored
-    return products.sum(-1).T
+def _multiply_backward(operands: tuple[Array, Array], dy: Float[Array, "r o"]) -> tuple[Array, Array]:
+    rows, weight = operands
+    dy = dy.astype(weight.dtype)
+    return einsum("ro,oi->ri", dy, weight).astype(rows.dtype), einsum("ro,ri->oi", dy, rows).astype(weight.dtype)
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _rows_first(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    return _contract(rows, weight, 1, 1)
+
+
+def _weight_first(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    """The CPU's form for float32: its matrix-vector product reads a weight that comes first faster."""
+    return _contract(weight, rows, 1, 1).T
+
+
+def _streamed(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    """The CPU's form for few low-precision rows: widen, multiply and add in one pass over the weight.
+
+    Each row of the weight is folded into a vector of lanes (plain elementwise code, which LLVM vectorises), and the
+    lanes are then added by a float32 product.
+    """
+    # Tied to the rows, the weight changes with each turn of a decode loop, so XLA can't move a widened copy out of it.
+    weight, rows = jax.lax.optimization_barrier((weight, rows))
+    o, i = weight.shape
+    parts = max(n for n in range(1, _MAX_PARTS + 1) if i % n == 0)
+    weight = weight.reshape(o, parts, i // parts).astype(jnp.float32)
+    rows = rows.reshape(-1, parts, i // parts).astype(jnp.float32)
+    ones = jnp.ones((i // parts, 1))
+    columns = [_contract(sum(weight[:, k] * row[k] for k in range(parts)), ones, 1, 0) for row in rows]
+    return jnp.concatenate(columns, axis=1).T
+
+
+def _padded(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    """The CPU's form for several bfloat16 rows: the only one for which XLA calls a bfloat16 kernel.
+
+    That takes a row-major (i, r) right-hand side. A bare transpose would be folded back into the product; padding
+    it to whole vectors, at least one lane more, keeps it.
+    """
+    r = rows.shape[0]
+    columns = jnp.pad(rows.T, ((0, 0), (0, _LANES - r % _LANES)))
+    return _contract(weight, columns, 1, 0)[:, :r].T
+
+
+def _widened(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
+    """The CPU's form for many float16 rows: it has no float16 kernel."""
+    weight, rows = jax.lax.optimization_barrier((weight, rows))  # as in _streamed
+    return _weight_first(rows.astype(jnp.float32), weight.astype(jnp.float32))
+
+
+def _contract(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "..."]:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((a_axis,), (b_axis,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
