@@ -13,15 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-# Files of which a folder must hold one for a tokenizer to be found in it.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "tekken.json",
-)
+from mamba_jax.checkpoints.files import TOKENIZER_MARKS, has_tokenizer
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
 # A decoder needs a few tokens before the new ones: a character spans at most four tokens, and a tokenizer may treat
@@ -66,9 +59,9 @@ def load_tokenizer(source: str) -> Tokenizer:
     if path.is_file():
         path = path.parent
     if path.is_dir():
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not has_tokenizer(path):
             raise ValueError(
-                f"tokenizer: {source} holds none of {', '.join(TOKENIZER_FILES)}. Pass the argument `tokenizer` "
+                f"tokenizer: {source} holds none of {', '.join(TOKENIZER_MARKS)}. Pass the argument `tokenizer` "
                 "(command line: --tokenizer PATH) with a folder or a hub id that has one"
             )
         return _auto_tokenizer(str(path.resolve()), local=True)
