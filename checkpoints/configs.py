@@ -93,7 +93,7 @@ def read_config(folder: Path) -> tuple[MambaConfig, TextInfo]:
     generation = folder / GENERATION_CONFIG
     if generation.is_file():
         text = _read_text(read_json(generation), str(generation), text)
-    return config, dataclasses.replace(text, tokenizer=str(folder) if has_tokenizer(folder) else None)
+    return config, dataclasses.replace(text, tokenizer=str(folder.absolute()) if has_tokenizer(folder) else None)
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> tuple[MambaConfig, TextInfo]:
@@ -325,7 +325,7 @@ def _limit(value: Any, absent: float, where: str) -> float:
         return absent
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
     if math.isnan(number):
         raise ValueError(f"{where}: got {value!r}, wanted a number")
@@ -371,7 +371,7 @@ class _Keys:
     where: str
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
-        return self._get(key, default, "an integer", lambda value: type(value) is int)
+        return self._get(key, default, "an integer", lambda value: type(value) is int and abs(value) < 2**53)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         return self._get(key, default, "a number", lambda value: type(value) in (int, float) and abs(value) < 1e30)

@@ -102,6 +102,8 @@ def match_weights(
     stored = _plain_names(stored)
     layout: Layout = "original" if EMBEDDING["original"] in stored else "hf"
     config = _fit_vocabulary(config, stored.get(EMBEDDING[layout]))
+    if config.n_layer > len(stored):
+        raise ValueError(f"{where}: the config has {config.n_layer} layers, the files hold only {len(stored)} tensors")
     weights = file_weights(config, layout)
     wanted = {weight.name: weight.shape for weight in weights}
     if config.tie_embeddings and LM_HEAD in stored:  # a copy, or another name, of the embedding

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mamba_jax.checkpoints.stored import StoredTensor, plain, refuse_pointer
+from mamba_jax.checkpoints.stored import StoredTensor, numpy_dtype, refuse_pointer
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {
@@ -97,7 +97,7 @@ def _entry(file: Path, name: str, entry: Any, base: int) -> StoredTensor:
         raise ValueError(
             f"{file}: {name}: got shape {shape!r} and data_offsets {offsets!r}, wanted sizes and two offsets"
         )
-    dtype, (begin, end) = plain(_DTYPES[kind]), offsets
+    dtype, (begin, end) = numpy_dtype(_DTYPES[kind]), offsets
     nbytes = math.prod(shape) * dtype.itemsize
     if end - begin != nbytes:
         raise ValueError(

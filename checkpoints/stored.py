@@ -44,7 +44,7 @@ class StoredTensor:
         return np.ndarray(self.shape, self.dtype, buffer=storage, offset=self.start * size, strides=strides)
 
 
-def plain(dtype: str) -> np.dtype:
+def numpy_dtype(dtype: str) -> np.dtype:
     """The little-endian numpy dtype of that name, those of ml_dtypes included."""
     import ml_dtypes
 

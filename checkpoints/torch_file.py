@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mamba_jax.checkpoints.stored import StoredTensor, plain, refuse_pointer
+from mamba_jax.checkpoints.stored import StoredTensor, numpy_dtype, refuse_pointer
 
 _STORAGES = {
     "BFloat16Storage": "bfloat16",
@@ -219,7 +219,7 @@ class _Machine:
         kind, storage_type, key, _, count = self.stack.pop()
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
             raise ValueError("persistent id: wanted a storage of a known type")
-        region, dtype = self.regions.get(f"{self.root}data/{key}"), plain(storage_type.dtype)
+        region, dtype = self.regions.get(f"{self.root}data/{key}"), numpy_dtype(storage_type.dtype)
         if region is None:
             raise ValueError(f"storage {key!r}: no entry {self.root}data/{key}")
         if not _are_sizes((count,)) or region.nbytes != count * dtype.itemsize:

@@ -28,15 +28,25 @@ else:
 
 
 @pytest.fixture
-def load_from(tmp_path):
-    """Loads in a new process from the hub at `url`, with a cache of this test's own."""
+def environment(tmp_path):
+    """The environment of a process that asks the hub at `url`, with a cache of this test's own."""
 
-    def run(url, name, offline=False, **arguments):
-        env = {
+    def make(url, offline=False):
+        kept = {
             key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
         }
-        env |= {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": str(int(offline))}
+        return kept | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": str(int(offline))}
+
+    return make
+
+
+@pytest.fixture
+def load_from(environment, tmp_path):
+    """Loads in a new process from the hub at `url`."""
+
+    def run(url, name, offline=False, **arguments):
         command = [sys.executable, "-c", LOAD, name, json.dumps(arguments)]
+        env = environment(url, offline)
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) | {"stderr": done.stderr}
@@ -138,3 +148,25 @@ def test_a_repository_without_weights_says_what_it_holds(load_from, tmp_path):
     assert got["kind"] == "ValueError"
     assert "hub repository 'someone/empty': no weights" in got["error"]
     assert "found config.json" in got["error"]
+
+
+SAVE = """
+import dataclasses, sys
+from mamba_jax.checkpoints import load, save
+params = load(sys.argv[1])
+save(params.replace(text=dataclasses.replace(params.text, tokenizer="someone/tokenizer")), sys.argv[2])
+print(load(sys.argv[2]).text.tokenizer)
+"""
+
+
+def test_save_copies_a_tokenizer_that_is_a_hub_id(environment, tmp_path):
+    folders.mamba1_folder(tmp_path / "model")
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "model.safetensors").write_text("x")
+    with hub_server.running({"someone/tokenizer": tmp_path / "tokenizer"}) as hub:
+        command = [sys.executable, "-c", SAVE, str(tmp_path / "model"), str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(hub.url), check=False)
+        assert done.stdout.strip() == str(tmp_path / "out"), done.stderr
+        assert "model.safetensors" not in hub.downloads()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "tokenizer" / name).read_bytes()

@@ -1,18 +1,23 @@
 """`load`: the weights it gives, what it refuses, the memory it takes."""
 
+import contextlib
 import json
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mamba_jax import MambaConfig, TextInfo, init_params
 from mamba_jax.checkpoints import load, save
 from mamba_jax.checkpoints.archive import open_weights
 from mamba_jax.checkpoints.loading import is_finite
+from mamba_jax.params import build_params
 from tests.checkpoints import folders, torch_archives
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -147,6 +152,12 @@ def test_a_long_list_of_problems_says_how_many_more(tmp_path):
     folders.mamba2_folder(tmp_path)
     folders.write_json(tmp_path / "config.json", folders.MAMBA2 | {"num_hidden_layers": 9})
     with pytest.raises(ValueError, match=r"63 missing: .*; and 53 more"):
+        load(tmp_path)
+
+
+def test_a_layer_count_beyond_reason_is_an_error_at_once(tmp_path):
+    folders.mamba2_folder(tmp_path, num_hidden_layers=10**12)
+    with pytest.raises(ValueError, match="the config has 1000000000000 layers, the files hold only 21 tensors"):
         load(tmp_path)
 
 
@@ -320,6 +331,35 @@ def test_progress_goes_to_stderr_when_asked(tmp_path, capfd):
     assert "0:00:00" in err  # time left
 
 
+def test_progress_is_shown_to_a_terminal(tmp_path, capfd, monkeypatch):
+    folders.mamba1_folder(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load(tmp_path)
+    assert "Loading" in capfd.readouterr().err
+
+
+def test_the_tokenizer_of_a_relative_folder_is_found_from_anywhere(tmp_path, monkeypatch):
+    folders.mamba2_folder(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert load("model").text.tokenizer == str(tmp_path / "model")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_checkpoints_load_or_raise_value_error(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    make = data.draw(st.sampled_from([folders.mamba1_folder, folders.mamba2_folder]))
+    make(folder)
+    victim = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    content = bytearray(victim.read_bytes())
+    for position in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
+    victim.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
+    with contextlib.suppress(ValueError):
+        assert load(folder).config.n_layer == 2
+
+
 PEAK = """
 import sys
 from mamba_jax.checkpoints import load
@@ -336,15 +376,16 @@ print(peak() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_holds_no_second_copy_of_the_weights(tmp_path):
-    def config(layers):
+    def ones(layers):
         sizes = {"d_model": 768, "d_inner": 1536, "d_state": 128, "headdim": 64}
-        return MambaConfig(layer="mamba2", vocab_size=1000, n_layer=layers, **sizes)
+        config = MambaConfig(layer="mamba2", vocab_size=1000, n_layer=layers, **sizes)
+        return build_params(config, "float32", lambda _, shape, dtype: jnp.ones(shape, dtype))
 
-    params = init_params(config(13), jax.random.key(0))
+    params = ones(13)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert total > 190_000_000
-    save(init_params(config(1), jax.random.key(0)), tmp_path / "small")
+    save(ones(1), tmp_path / "small")
     save(params, tmp_path / "safetensors")
     arrays = {name: tensor.map() for name, tensor in open_weights(tmp_path / "safetensors").items()}
     (tmp_path / "bin").mkdir()
