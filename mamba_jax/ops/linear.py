@@ -1,9 +1,12 @@
 """Every matrix product of the project: y = x W^T + bias, and the einsums of the scans.
 
 Products accumulate in float32. Float32 operands multiply at highest precision on every backend, low-precision operands
-go to the matrix units as they are. The CPU is the exception: XLA has no bfloat16 or float16 matrix-vector product there
+go to the matrix units as they are, with two exceptions. On the CPU XLA has no bfloat16 or float16 matrix-vector product
 and would write a float32 copy of the weight first, ten times the cost of reading it; the forms below avoid that copy.
+On NVIDIA GPUs a single row is multiplied and reduced: that reads the weight a third faster than XLA's matrix products.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +47,8 @@ def linear(
     check_shape("weight", weight, (weight.shape[0], x.shape[-1]), "(o, i)")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    y = _multiply(rows, weight)
+    wide = bias is not None or weight.dtype == jnp.float32
+    y = _multiply(rows, weight, jnp.dtype(jnp.float32 if wide else out_dtype))
     if bias is not None:
         check_shape("bias", bias, weight.shape[:1], "(o,)")
         y = y + bias.astype(jnp.float32)
@@ -70,24 +74,33 @@ def einsum(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[A
     return jax.lax.platform_dependent(a, b, cpu=wide, default=low)
 
 
-@jax.custom_vjp
-def _multiply(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    """Multiply rows by W^T into float32."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _multiply(rows: Float[Array, "r i"], weight: Float[Array, "o i"], out_dtype: jnp.dtype) -> Float[Array, "r o"]:
+    """Multiply rows by W^T."""
     r = rows.shape[0]
+    cuda = _rows_first
     if weight.dtype == jnp.float32:
         cpu = _weight_first
     elif weight.dtype == jnp.bfloat16:
         cpu = _streamed if r == 1 else _padded
     else:
         cpu = _streamed if r <= _MAX_STREAMED_ROWS else _widened
-    return jax.lax.platform_dependent(rows, weight, cpu=cpu, default=_rows_first)
+    if weight.dtype != jnp.float32 and r == 1:
+        cuda = _reduced
+    return jax.lax.platform_dependent(
+        rows,
+        weight,
+        cpu=lambda *operands: cpu(*operands).astype(out_dtype),
+        cuda=functools.partial(cuda, out_dtype=out_dtype),
+        default=functools.partial(_rows_first, out_dtype=out_dtype),
+    )
 
 
-def _multiply_forward(rows: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(rows, weight), (rows, weight)
+def _multiply_forward(rows: Array, weight: Array, out_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return _multiply(rows, weight, out_dtype), (rows, weight)
 
 
-def _multiply_backward(operands: tuple[Array, Array], dy: Float[Array, "r o"]) -> tuple[Array, Array]:
+def _multiply_backward(_: jnp.dtype, operands: tuple[Array, Array], dy: Float[Array, "r o"]) -> tuple[Array, Array]:
     rows, weight = operands
     dy = dy.astype(weight.dtype)
     return einsum("ro,oi->ri", dy, weight).astype(rows.dtype), einsum("ro,ri->oi", dy, rows).astype(weight.dtype)
@@ -96,8 +109,13 @@ def _multiply_backward(operands: tuple[Array, Array], dy: Float[Array, "r o"]) -
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def _rows_first(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    return _contract(rows, weight, 1, 1)
+def _rows_first(rows: Float[Array, "r i"], weight: Float[Array, "o i"], out_dtype: jnp.dtype) -> Float[Array, "r o"]:
+    return _contract(rows, weight, 1, 1, out_dtype)
+
+
+def _reduced(rows: Float[Array, "1 i"], weight: Float[Array, "o i"], out_dtype: jnp.dtype) -> Float[Array, "1 o"]:
+    """The GPU's form for one low-precision row: XLA fuses it into one reduction that runs near the memory's speed."""
+    return (weight.astype(jnp.float32) * rows.astype(jnp.float32)).sum(-1)[None].astype(out_dtype)
 
 
 def _weight_first(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
@@ -139,7 +157,7 @@ def _widened(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Ar
     return _weight_first(rows.astype(jnp.float32), weight.astype(jnp.float32))
 
 
-def _contract(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "..."]:
+def _contract(a: Array, b: Array, a_axis: int, b_axis: int, out_dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out_dtype)
