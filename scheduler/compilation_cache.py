@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -23,6 +24,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     """
     folder = Path(directory or _default_folder()).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    compilation_cache.reset_cache()  # else a process that compiled before stays with the folder it had, or with none
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

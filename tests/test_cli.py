@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import mamba_jax
 from mamba_jax import cli, text
@@ -55,6 +56,7 @@ def cache_folder(tmp_path_factory):
         yield folder
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

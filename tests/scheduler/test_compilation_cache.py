@@ -4,6 +4,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 
@@ -23,6 +24,7 @@ def settings_restored(monkeypatch):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def test_small_programs_are_stored_and_found_again(tmp_path):
@@ -32,12 +34,28 @@ def test_small_programs_are_stored_and_found_again(tmp_path):
     def double(x):
         return x * 2
 
-    jax.jit(double).lower(jnp.ones(3)).compile()
-    stored = set(folder.iterdir())
-    assert any("double" in file.name for file in stored)
+    hits, counting = 0, True
+
+    def count(event, **_):
+        nonlocal hits
+        hits += counting and event == "/jax/compilation_cache/cache_hits"
+
+    x = jnp.ones(3)
+    jax.monitoring.register_event_listener(count)
+    jax.jit(double).lower(x).compile()
+    assert any("double" in file.name for file in folder.iterdir())
+    assert hits == 0
     jax.clear_caches()
-    jax.jit(double).lower(jnp.ones(3)).compile()
-    assert set(folder.iterdir()) == stored
+    jax.jit(double).lower(x).compile()
+    counting = False  # a listener cannot be taken back
+    assert hits == 1
+
+
+def test_another_folder_counts_from_the_next_compilation_on(tmp_path):
+    for name in ("one", "two"):
+        folder = enable_compilation_cache(tmp_path / name)
+        jax.jit(lambda x: x + 1).lower(jnp.ones(5)).compile()
+        assert list(folder.iterdir())
 
 
 def test_where_it_is(tmp_path, monkeypatch):
