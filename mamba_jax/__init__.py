@@ -1,5 +1,7 @@
 """Portable JAX/XLA inference for state-space language models."""
 
+from pathlib import Path
+
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.checkpoints import load, save
 from mamba_jax.config import MambaConfig
@@ -10,6 +12,12 @@ from mamba_jax.scoring import Score, embed, score
 
 __version__ = "0.1.0"
 
+
+def default_model() -> Path:
+    """Folder of the embedded default model, for `load`."""
+    return Path(__file__).parent / "default_model"
+
+
 __all__ = [
     "Generation",
     "MambaCache",
@@ -17,6 +25,7 @@ __all__ = [
     "Params",
     "Score",
     "TextInfo",
+    "default_model",
     "embed",
     "forward",
     "generate",

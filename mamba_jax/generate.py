@@ -8,15 +8,15 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
 from mamba_jax import text as text_lib
 from mamba_jax.cache import MambaCache
-from mamba_jax.params import Params, TextInfo
-from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, program, read_prompts
+from mamba_jax.params import Params
+from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, program, read_prompts, without_text
 from mamba_jax.sampling import Sampler, row_keys
 from mamba_jax.scheduler.segments import plan_segments
 from mamba_jax.text import TextDecoder, Tokenizer
@@ -92,14 +92,6 @@ class Request:
     on_device: DecodeOptions
 
 
-@overload
-def generate(params: Params, prompt: Prompt, **options: Any) -> Generation: ...
-
-
-@overload
-def generate(params: Params, prompt: Sequence[Prompt], **options: Any) -> list[Generation]: ...
-
-
 def generate(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
@@ -134,7 +126,8 @@ def generate(
         min_p: sample among tokens at least min_p times as likely as the most likely.
         repetition_penalty: above 1 makes tokens of the prompt and the continuation less likely.
         seed: of the sampling, one for all rows or one a row.
-        stop_token_ids: ids that end a row; None takes the checkpoint's EOS ids, [] turns them off.
+        stop_token_ids: ids that end a row; None takes the EOS ids of the checkpoint, or of the tokenizer where the
+            checkpoint names none; [] turns them off.
         stop: string or strings that end a row.
         logprobs: also return log-probabilities.
         return_cache: also return each row's cache and the logits that follow its last token.
@@ -216,9 +209,12 @@ def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None) -> list[in
         ids = [int(i) for i in prompt]
     else:
         raise ValueError(f"prompt: got {prompt!r:.80}, wanted a string, token ids, or a list of either")
-    if not ids and params.text.bos_token_id is None:
-        raise ValueError("prompt: got no token, wanted at least one (the checkpoint names no BOS token to begin with)")
-    ids = ids or [params.text.bos_token_id]
+    if not ids:
+        if params.text.bos_token_id is None:
+            raise ValueError(
+                "prompt: got no token, wanted at least one (the checkpoint names no BOS token to begin with)"
+            )
+        ids = [params.text.bos_token_id]
     rows = params.config.padded_vocab_size
     if min(ids) < 0 or max(ids) >= rows:
         raise ValueError(f"prompt: got token ids from {min(ids)} to {max(ids)}, wanted 0 to {rows - 1}")
@@ -236,7 +232,7 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
     if stop and tokenizer is None:
         raise ValueError("stop: stop strings need a tokenizer, and the checkpoint has none beside it; pass tokenizer=")
     batch, vocab = len(rows), params.config.padded_vocab_size
-    stop_ids = params.text.eos_token_ids if options.stop_token_ids is None else options.stop_token_ids
+    stop_ids = _eos_ids(params, tokenizer) if options.stop_token_ids is None else options.stop_token_ids
     if not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
         raise ValueError(f"stop_token_ids: got {list(stop_ids)}, wanted ids from 0 to {vocab - 1}")
     stop_mask = np.zeros(vocab, bool)
@@ -261,12 +257,23 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
         stop=stop,
         tokenizer=tokenizer,
         on_device=DecodeOptions(
-            stop=stop_mask,
-            valid_vocab=np.int32(valid),
+            stop=_host(stop_mask),
+            valid_vocab=_host(np.int32(valid)),
             sampler=sampler if sampling else None,
             keys=keys if sampling else None,
         ),
     )
+
+
+def _host(value: np.ndarray | np.generic) -> jax.Array:
+    """A numpy array where programs want an array: they take either, and place it where their weights are."""
+    return cast(jax.Array, np.asarray(value))
+
+
+def _eos_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The checkpoint's EOS ids; where it names none (the original layout cannot), the tokenizer's."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return params.text.eos_token_ids or (() if eos is None else (eos,))
 
 
 def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
@@ -327,11 +334,14 @@ def _state_after(params: Params, request: Request, texts: list[list[int]], posit
     cache, logits = read_prompts(params, texts)
     seen = None
     if request.on_device.sampler is not None:
-        seen = np.zeros(logits.shape, bool)
+        mask = np.zeros(logits.shape, bool)
         for i, text in enumerate(texts):
-            seen[i, text] = True
+            mask[i, text] = True
+        seen = _host(mask)
     finished = np.zeros(len(texts), bool)
-    return DecodeState(cache=cache, logits=logits, finished=finished, position=np.int32(position), seen=seen)
+    return DecodeState(
+        cache=cache, logits=logits, finished=_host(finished), position=_host(np.int32(position)), seen=seen
+    )
 
 
 class _Row:
@@ -410,17 +420,17 @@ def _blocks(
     params: Params, request: Request, state: DecodeState, rows: list[_Row], *, block: int, depth: int
 ) -> Iterator[Block]:
     """Run the decode program block after block, `depth` of them launched before the first is read."""
-    weights, left = params.replace(text=TextInfo()), request.max_new_tokens
+    weights, left = without_text(params), request.max_new_tokens
     flying: collections.deque[tuple[int, jax.Array, jax.Array]] = collections.deque()
     stopped = np.zeros(len(rows), bool)
     while left or flying:
         while left and len(flying) < depth:
             if (now := np.array([row.stopped for row in rows])).sum() > stopped.sum():
                 stopped = now
-                state = state.replace(finished=np.asarray(state.finished) | stopped)
+                state = dataclasses.replace(state, finished=_host(np.asarray(state.finished) | stopped))
             count = min(left, block)
             run = program("decode", params, len(rows), BLOCK, sampling=request.on_device.sampler is not None)
-            state, tokens, logprobs = run(weights, state, request.on_device, np.int32(count))
+            state, tokens, logprobs = run(weights, state, request.on_device, np.array(count, np.int32))
             flying.append((count, tokens, logprobs))
             left -= count
         count, tokens, logprobs = flying.popleft()

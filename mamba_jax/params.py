@@ -128,7 +128,7 @@ def build_params(
     config: MambaConfig,
     dtype: DTypeLike,
     make: Callable[[str, tuple[int, ...], jnp.dtype], Any],
-    text: TextInfo = TextInfo(),  # noqa: B008 - frozen
+    text: TextInfo = TextInfo(),
 ) -> Params:
     """Build a `Params` by calling `make(path, shape, dtype)` for each weight; paths read "layers.3.in_proj"."""
     dtype, c = jnp.dtype(dtype), config
@@ -137,7 +137,7 @@ def build_params(
 
     def layer(i: int) -> Layer:
         shapes = layer_shapes(c)
-        leaves = {
+        leaves: dict[str, Any] = {
             name: make(f"layers.{i}.{name}", shapes[name], jnp.dtype("float32") if name in FLOAT32_FIELDS else dtype)
             if name in shapes
             else None
@@ -191,10 +191,9 @@ def _init_leaf(config: MambaConfig, key: PRNGKeyArray, name: str, shape: tuple[i
         return jnp.ones(shape)
     if name.endswith("_bias") and name not in ("dt_bias", "conv_bias"):
         return jnp.zeros(shape)
-    if name == "A_log" and config.layer == "mamba1":
-        return jnp.broadcast_to(jnp.log(jnp.arange(1.0, shape[1] + 1.0)), shape)
     if name == "A_log":
-        return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
+        mamba1 = jnp.broadcast_to(jnp.arange(1.0, shape[-1] + 1.0), shape)
+        return jnp.log(mamba1 if len(shape) == 2 else jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
     if name == "dt_bias":
         dt = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
         return dt + jnp.log(-jnp.expm1(-jnp.maximum(dt, 1e-4)))  # inverse of softplus

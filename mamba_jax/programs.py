@@ -5,9 +5,10 @@ at most `BLOCK` tokens. Weights and options are arguments of fixed shape, so nei
 another option compiles anything.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def prefill_segment(
     chunk_size: int,
 ) -> tuple[MambaCache, Float[Array, "b v"]]:
     """Read one segment; a row with no position in it keeps its cache and its logits."""
-    hidden, cache = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     new = head(params, last_valid(hidden, lengths))
     return cache, jnp.where((lengths > 0)[:, None], new, logits)
 
@@ -80,7 +81,7 @@ def score_segment(
     chunk_size: int,
 ) -> tuple[MambaCache, Float[Array, "b l"]]:
     """Log-probabilities of `targets`, each given the tokens up to its position; logits exist a block at a time."""
-    hidden, cache = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     batch, length, width = hidden.shape
     block = min(SCORE_BLOCK, length)
     pad = -length % block
@@ -100,7 +101,7 @@ def embed_segment(
     params: Params, tokens: Int[Array, "b l"], lengths: Int[Array, "b"], cache: MambaCache, *, chunk_size: int
 ) -> tuple[MambaCache, Float[Array, "b l m"]]:
     """Final hidden states of one segment, in float32."""
-    hidden, cache = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     return cache, hidden.astype(jnp.float32)
 
 
@@ -130,7 +131,7 @@ def decode_block(
         i, state, tokens, logprobs = carry
         with jax.named_scope("choose"):
             logits = jnp.where(ids < options.valid_vocab, state.logits, -jnp.inf)
-            if options.sampler is None:
+            if options.sampler is None or options.keys is None or state.seen is None:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
                 token = sample(logits, options.keys, state.position, options.sampler, state.seen)
@@ -174,7 +175,7 @@ def program(
         table: where programs are kept.
     """
     sharding = params.embedding.sharding
-    device = min(sharding.device_set, key=lambda d: d.id)
+    device = cast(Any, min(sharding.device_set, key=lambda d: cast(Any, d).id))  # jaxlib does not type devices
     scans = kind not in ("init", "decode")
     chunk_size = default_chunk_size(device.platform, params.config.layer, length) if scans else 0
     variant = ("sample" if sampling else "greedy") if kind == "decode" else ""
@@ -198,26 +199,23 @@ def _lower(kind: str, params: Params, batch: int, length: int, chunk_size: int, 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
-    weights = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params.replace(text=TextInfo())
-    )
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), without_text(params))
     if kind == "init":
         return jax.jit(lambda: first_state(params, batch), out_shardings=replicated).lower()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
     tokens, lengths = placed(
         (jax.ShapeDtypeStruct((batch, length), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32))
     )
-    scan = {"chunk_size": chunk_size}
     match kind:
         case "prefill":
-            function = functools.partial(prefill_segment, **scan)
-            return jax.jit(function, donate_argnums=(3, 4)).lower(weights, tokens, lengths, cache, logits)
+            prefill = functools.partial(prefill_segment, chunk_size=chunk_size)
+            return jax.jit(prefill, donate_argnums=(3, 4)).lower(weights, tokens, lengths, cache, logits)
         case "score":
-            function = functools.partial(score_segment, **scan)
-            return jax.jit(function, donate_argnums=4).lower(weights, tokens, tokens, lengths, cache)
+            score = functools.partial(score_segment, chunk_size=chunk_size)
+            return jax.jit(score, donate_argnums=4).lower(weights, tokens, tokens, lengths, cache)
         case "embed":
-            function = functools.partial(embed_segment, **scan)
-            return jax.jit(function, donate_argnums=3).lower(weights, tokens, lengths, cache)
+            embed = functools.partial(embed_segment, chunk_size=chunk_size)
+            return jax.jit(embed, donate_argnums=3).lower(weights, tokens, lengths, cache)
         case "decode":
             state, options, limit = placed(jax.eval_shape(lambda: _decode_arguments(params, batch, sampling)))
             return jax.jit(decode_block, donate_argnums=1).lower(weights, state, options, limit)
@@ -244,6 +242,11 @@ def _decode_arguments(params: Params, batch: int, sampling: bool) -> tuple[Decod
     return state, options, jnp.int32(0)
 
 
+def without_text(params: Params) -> Params:
+    """The model as programs take it: what a checkpoint says about text is no part of them."""
+    return dataclasses.replace(params, text=TextInfo())
+
+
 def segments(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Cut rows of unequal lengths into segments of compiled lengths.
 
@@ -266,7 +269,7 @@ def segments(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, np.ndarray, n
 
 def read_prompts(params: Params, rows: Sequence[Sequence[int]]) -> tuple[MambaCache, Float[Array, "b v"]]:
     """Cache and next-token logits after each row, in memory that does not grow with the rows' lengths."""
-    weights, batch = params.replace(text=TextInfo()), len(rows)
+    weights, batch = without_text(params), len(rows)
     cache, logits = program("init", params, batch, 0)()
     for _, tokens, lengths in segments(rows):
         run = program("prefill", params, batch, tokens.shape[1])

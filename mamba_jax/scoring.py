@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from mamba_jax.generate import Prompt, as_rows
-from mamba_jax.params import Params, TextInfo
-from mamba_jax.programs import program, segments
+from mamba_jax.params import Params
+from mamba_jax.programs import program, segments, without_text
 from mamba_jax.text import Tokenizer
 
 BATCH = 8  # texts read together; longer ones first, so that neighbours are of like lengths
@@ -35,7 +35,7 @@ class Score:
 
 
 @overload
-def score(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> Score: ...
+def score(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> Score: ...  # type: ignore[overload-overlap]
 
 
 @overload
@@ -59,7 +59,7 @@ def score(
         ValueError: if an argument does not fit; the message names it.
     """
     rows, single, _ = as_rows(params, texts, tokenizer)
-    weights = params.replace(text=TextInfo())
+    weights = without_text(params)
 
     def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         targets = np.zeros_like(tokens)
@@ -76,7 +76,7 @@ def score(
 
 
 @overload
-def embed(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> np.ndarray: ...
+def embed(params: Params, texts: Prompt, *, tokenizer: Tokenizer | str | None = None) -> np.ndarray: ...  # type: ignore[overload-overlap]
 
 
 @overload
@@ -100,7 +100,7 @@ def embed(
         ValueError: if an argument does not fit; the message names it.
     """
     rows, single, _ = as_rows(params, texts, tokenizer)
-    weights = params.replace(text=TextInfo())
+    weights = without_text(params)
 
     def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         del group, offset

@@ -34,6 +34,6 @@ def plan_segments(length: int, lengths: Sequence[int] = DEFAULT_LENGTHS) -> tupl
 @functools.lru_cache(maxsize=65536)
 def _cheapest(length: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     covering = [size for size in sizes if size >= length]
-    plans = [(min(covering),)] if covering else []
+    plans: list[tuple[int, ...]] = [(min(covering),)] if covering else []
     plans += [(size, *_cheapest(length - size, sizes)) for size in sizes if size < length]
     return min(plans, key=lambda plan: (sum(plan) + SEGMENT_OVERHEAD * len(plan), len(plan), [-s for s in plan]))

@@ -4,7 +4,7 @@ Everything is a pure function of `Params`; layers are unrolled, since a scan ove
 weights every step (docs/design.md, "Layers").
 """
 
-from typing import Literal, overload
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,14 @@ from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
-from mamba_jax.params import Params
+from mamba_jax.params import Mamba1Layer, Params
 from mamba_jax.scheduler.chunks import default_chunk_size
+
+
+class _Scan(TypedDict):
+    lengths: Array | None
+    segment_ids: Array | None
+    chunk_size: int
 
 
 def hidden_states(
@@ -29,9 +35,8 @@ def hidden_states(
     lengths: Int[Array, "b"] | None = None,
     segment_ids: Int[Array, "b l"] | None = None,
     chunk_size: int,
-    every_layer: bool = False,
-) -> tuple[Float[Array, "b l m"] | tuple[Float[Array, "b l m"], ...], MambaCache]:
-    """Final hidden states (after norm_f) of a block of positions, and the cache after it.
+) -> tuple[Float[Array, "b l m"], MambaCache, tuple[Float[Array, "b l m"], ...]]:
+    """Read a block of positions.
 
     Args:
         params: the model.
@@ -40,47 +45,49 @@ def hidden_states(
         lengths: valid positions of each row, the rest being padding on the right; 0 leaves the row's cache alone.
         segment_ids: packed sequences; see `forward`.
         chunk_size: of the scans.
-        every_layer: return the input of every layer before the final hidden states, as a tuple.
 
     Returns:
-        Hidden states in the weights' dtype, and the cache.
+        Final hidden states (after norm_f) in the weights' dtype, the cache after the block, and what entered each
+        layer (which costs nothing where it is not used).
     """
     config = params.config
     if cache is None:
         cache = init_cache(config, tokens.shape[0], params.dtype)
-    mixer = mamba1_mixer if config.layer == "mamba1" else mamba2_mixer
-    residual, inputs, conv, ssm = _embed(params, tokens), [], [], []
+    residual = _embed(params, tokens)
+    inputs: list[Array] = []
+    conv: list[Array] = []
+    ssm: list[Array] = []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            if every_layer:
-                inputs.append(residual.astype(params.dtype))
+            inputs.append(residual.astype(params.dtype))
             u = _block_norm(params, residual, layer.norm, layer.norm_bias)
-            y, conv_state, ssm_state = mixer(
-                layer,
-                config,
-                u,
-                cache.conv[i],
-                cache.ssm[i],
-                lengths=lengths,
-                segment_ids=segment_ids,
-                chunk_size=chunk_size,
-            )
+            states = cache.conv[i], cache.ssm[i]
+            scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
+            if isinstance(layer, Mamba1Layer):
+                y, conv_state, ssm_state = mamba1_mixer(layer, config, u, *states, **scan)
+            else:
+                y, conv_state, ssm_state = mamba2_mixer(layer, config, u, *states, **scan)
             residual = residual + y.astype(residual.dtype)
             conv.append(conv_state.astype(cache.conv[i].dtype))
             ssm.append(ssm_state.astype(cache.ssm[i].dtype))
     hidden = _block_norm(params, residual, params.norm_f, params.norm_f_bias)
-    return (*inputs, hidden) if every_layer else hidden, MambaCache(conv=tuple(conv), ssm=tuple(ssm))
+    return hidden, MambaCache(conv=tuple(conv), ssm=tuple(ssm)), tuple(inputs)
 
 
 def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
     """Float32 logits after one more token a row, and the cache; the recurrence itself, never the chunked scan."""
     config = params.config
-    mixer_step = mamba1_step if config.layer == "mamba1" else mamba2_step
-    residual, conv, ssm = _embed(params, tokens), [], []
+    residual = _embed(params, tokens)
+    conv: list[Array] = []
+    ssm: list[Array] = []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             u = _block_norm(params, residual, layer.norm, layer.norm_bias)
-            y, conv_state, ssm_state = mixer_step(layer, config, u, cache.conv[i], cache.ssm[i])
+            states = cache.conv[i], cache.ssm[i]
+            if isinstance(layer, Mamba1Layer):
+                y, conv_state, ssm_state = mamba1_step(layer, config, u, *states)
+            else:
+                y, conv_state, ssm_state = mamba2_step(layer, config, u, *states)
             residual = residual + y.astype(residual.dtype)
             conv.append(conv_state.astype(cache.conv[i].dtype))
             ssm.append(ssm_state.astype(cache.ssm[i].dtype))
@@ -101,32 +108,6 @@ def last_valid(x: Float[Array, "b l m"], lengths: Int[Array, "b"] | None) -> Flo
         return x[:, -1]
     index = jnp.maximum(lengths - 1, 0)
     return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
-
-
-@overload
-def forward(
-    params: Params,
-    tokens: ArrayLike,
-    *,
-    lengths: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
-    cache: MambaCache | None = None,
-    chunk_size: int | Literal["auto"] = "auto",
-    output_hidden_states: Literal[False] = False,
-) -> Float[Array, "b l v"]: ...
-
-
-@overload
-def forward(
-    params: Params,
-    tokens: ArrayLike,
-    *,
-    lengths: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
-    cache: MambaCache | None = None,
-    chunk_size: int | Literal["auto"] = "auto",
-    output_hidden_states: Literal[True],
-) -> tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]: ...
 
 
 def forward(
@@ -158,12 +139,13 @@ def forward(
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
     """
-    tokens, lengths, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
+    ids, rows, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
+    segments = None
     if segment_ids is not None:
         if lengths is not None or cache is not None:
             raise ValueError("segment_ids: wanted neither lengths nor cache beside it; give padding a negative id")
-        segment_ids = _check_integers("segment_ids", segment_ids, tokens.shape)
-    return _forward(params, tokens, lengths, segment_ids, cache, chunk_size, output_hidden_states)
+        segments = _check_integers("segment_ids", segment_ids, ids.shape)
+    return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states)
 
 
 def prefill(
@@ -189,8 +171,8 @@ def prefill(
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
     """
-    tokens, lengths, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
-    return _prefill(params, tokens, lengths, cache, chunk_size)
+    ids, rows, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
+    return _prefill(params, ids, rows, cache, chunk_size)
 
 
 def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
@@ -207,23 +189,33 @@ def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Ar
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
     """
-    tokens = _check_tokens(params, tokens, ndim=1)
-    _check_cache(params, cache, tokens.shape[0])
-    return _step(params, tokens, cache)
+    ids = _check_tokens(params, tokens, ndim=1)
+    _check_cache(params, cache, ids.shape[0])
+    return _step(params, ids, cache)
 
 
 @jax.jit(static_argnames=("chunk_size", "output_hidden_states"))
-def _forward(params, tokens, lengths, segment_ids, cache, chunk_size, output_hidden_states):
-    hidden, _ = hidden_states(
-        params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size, every_layer=True
+def _forward(
+    params: Params,
+    tokens: Array,
+    lengths: Array | None,
+    segment_ids: Array | None,
+    cache: MambaCache | None,
+    chunk_size: int,
+    output_hidden_states: bool,
+) -> Array | tuple[Array, tuple[Array, ...]]:
+    hidden, _, inputs = hidden_states(
+        params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size
     )
-    logits = head(params, hidden[-1])
-    return (logits, hidden) if output_hidden_states else logits
+    logits = head(params, hidden)
+    return (logits, (*inputs, hidden)) if output_hidden_states else logits
 
 
 @jax.jit(static_argnames="chunk_size")
-def _prefill(params, tokens, lengths, cache, chunk_size):
-    hidden, cache = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+def _prefill(
+    params: Params, tokens: Array, lengths: Array | None, cache: MambaCache | None, chunk_size: int
+) -> tuple[Array, MambaCache]:
+    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     return head(params, last_valid(hidden, lengths)), cache
 
 
@@ -243,13 +235,19 @@ def _block_norm(params: Params, residual: Array, weight: Array, bias: Array | No
         return rms_norm(residual, weight, params.config.norm_eps).astype(params.dtype)
 
 
-def _check_block(params, tokens, lengths, cache, chunk_size):
-    tokens = _check_tokens(params, tokens, ndim=2)
-    batch, length = tokens.shape
+def _check_block(
+    params: Params,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    cache: MambaCache | None,
+    chunk_size: int | Literal["auto"],
+) -> tuple[Array, Array | None, int]:
+    ids, rows = _check_tokens(params, tokens, ndim=2), None
+    batch, length = ids.shape
     if lengths is not None:
-        lengths = _check_integers("lengths", lengths, (batch,))
-        if not isinstance(lengths, jax.core.Tracer):
-            host = np.asarray(lengths)
+        rows = _check_integers("lengths", lengths, (batch,))
+        if not isinstance(rows, jax.core.Tracer):
+            host = np.asarray(rows)
             if host.min() < 1 or host.max() > length:
                 raise ValueError(f"lengths: got {host.tolist()}, wanted each from 1 to {length}, the width of tokens")
     if cache is not None:
@@ -258,7 +256,7 @@ def _check_block(params, tokens, lengths, cache, chunk_size):
         chunk_size = default_chunk_size(jax.default_backend(), params.config.layer, length)
     elif not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size!r}, wanted 'auto' or an integer of at least 1")
-    return tokens, lengths, chunk_size
+    return ids, rows, chunk_size
 
 
 def _check_integers(name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:

@@ -87,7 +87,8 @@ def mamba2_step(
 
 
 def _split_zxbcdt(config: MambaConfig, zxbcdt: Array) -> tuple[Array, Array, Array]:
-    return tuple(jnp.split(zxbcdt, (config.d_inner, config.d_inner + config.conv_channels), axis=-1))
+    z, xBC, dt = jnp.split(zxbcdt, (config.d_inner, config.d_inner + config.conv_channels), axis=-1)
+    return z, xBC, dt
 
 
 def _split_xBC(config: MambaConfig, xBC: Array) -> tuple[Array, Array, Array]:
