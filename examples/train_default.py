@@ -6,16 +6,18 @@ The loss is the mean of -log p(token | tokens before it) over random windows of 
 `mamba_jax.forward`. Master weights are float32 and multiply in bfloat16. The books are few for the model, so it is
 trained many times over them, under three brakes: decoupled weight decay, dropout (see `thin`) and an exponential
 moving average of the weights, which is what is validated and kept. The weights that validate best are saved, in
-Hugging Face layout, whenever they improve, with their tokenizer, the log and the loss curve beside them.
+Hugging Face layout, whenever they improve, with their tokenizer, the log, the loss curve and a model card beside them.
 """
 
 import dataclasses
+import datetime
 import functools
 import json
 import math
 import tempfile
 import time
 from pathlib import Path
+from string import Template
 from typing import Annotated, Any
 
 import jax
@@ -149,12 +151,13 @@ def decayed(params: Params) -> Params:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW up to the learning rate."""
-    return optax.chain(
+    """AdamW up to the learning rate; a step whose gradient is not finite changes nothing, a third in a row does."""
+    adamw = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b1=0.9, b2=0.98),
         optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
     )
+    return optax.apply_if_finite(adamw, max_consecutive_errors=2)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "shape"), donate_argnames="state")
@@ -236,12 +239,12 @@ def bits_per_byte(nats_per_token: float, validation: Validation) -> float:
 class Log:
     """The course of a training; written beside the weights as JSON and as a picture."""
 
-    settings: dict[str, Any]
+    facts: dict[str, Any]
     rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write training_log.json, and loss_curve.png where matplotlib is installed."""
-        text = json.dumps({"settings": self.settings, "rows": self.rows}, indent=1)
+        text = json.dumps({"facts": self.facts, "rows": self.rows}, indent=1, allow_nan=False)
         (folder / "training_log.json").write_text(text + "\n")
         try:
             from matplotlib.figure import Figure
@@ -331,7 +334,6 @@ def fit(state: TrainState, job: Job, log: Log, *, blocks: int, block: int, deadl
                 CONSOLE.print(f"step {done * block}: {text}, {row['bits_per_byte']:.3f} bits/byte")
     if unsaved:
         write_model(best_weights, job.out)
-    log.write(job.out)
 
 
 def write_model(params: Params, out: Path) -> None:
@@ -377,7 +379,7 @@ def main(
     ema_decay: float = 0.998,
 ) -> None:
     """Train the default model of mamba_jax on public-domain books."""
-    settings, began = dict(locals()), time.monotonic()
+    began = time.monotonic()
     if batch % groups:
         raise typer.BadParameter(f"groups: got {groups}, wanted a divisor of batch={batch}")
     if (out / "config.json").exists():
@@ -400,26 +402,60 @@ def main(
     validation = validation_windows(held_out_ids, token_bytes(text_tokenizer), shape)
     job = Job(jnp.asarray(train_ids), validation, recipe, shape, seed, out)
     state = start(job, config)
-    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    facts = {
+        "parameters": f"{sum(leaf.size for leaf in jax.tree.leaves(state.params)):,}",
+        "training_tokens": f"{len(train_ids):,}",
+        "held_out_tokens": f"{len(held_out_ids):,}",
+        "seed": seed,
+        "device": jax.devices()[0].device_kind,
+        "jax_version": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        **dataclasses.asdict(shape),
+        **dataclasses.asdict(recipe),
+        **{
+            name: getattr(config, name) for name in ("vocab_size", "n_layer", "d_model", "d_state", "headdim", "nheads")
+        },
+    }
+    CONSOLE.print(facts)
     epoch = len(train_ids) / (batch * seq_len)
-    CONSOLE.print(
-        f"{jax.devices()[0].device_kind}: {size / 1e6:.2f} M parameters, {len(train_ids) / 1e6:.2f} M training tokens, "
-        f"{len(held_out_ids)} held out, {epoch:.1f} steps an epoch"
+    log = Log(facts)
+    fit(
+        state,
+        job,
+        log,
+        blocks=math.ceil((steps or epochs * epoch) / block),
+        block=block,
+        deadline=began + 60 * minutes - FINISH_S if steps is None else None,
     )
-    log = Log({name: str(value) if isinstance(value, Path) else value for name, value in settings.items()})
-    log.settings |= {"device": jax.devices()[0].device_kind, "parameters": size, "training_tokens": len(train_ids)}
-    deadline = began + 60 * minutes - FINISH_S if steps is None else None
-    blocks = math.ceil((steps or epochs * epoch) / block)
-    fit(state, job, log, blocks=blocks, block=block, deadline=deadline)
+    log.write(out)
+    write_card(log, out, epoch, time.monotonic() - began)
     sample(out)
+
+
+def write_card(log: Log, out: Path, epoch: float, seconds: float) -> None:
+    """Fill in the model card, README.md."""
+    best, steps = min(log.rows, key=lambda row: row["validation_loss"]), int(log.rows[-1]["step"])
+    tuned = ("seed", "learning_rate", "weight_decay", "dropout", "ema_decay")
+    options = " ".join(f"--{name.replace('_', '-')} {log.facts[name]}" for name in tuned)
+    card = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8")).substitute(
+        log.facts,
+        loss=f"{best['validation_loss']:.3f}",
+        bits=f"{best['bits_per_byte']:.3f}",
+        steps=steps,
+        step_tokens=f"{log.facts['batch'] * log.facts['seq_len']:,}",
+        epochs=f"{steps / epoch:.0f}",
+        minutes=f"{seconds / 60:.1f}",
+        command=f"python examples/train_default.py --books BOOKS.txt.xz --out DIR --steps {steps} {options}",
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def sample(folder: Path) -> None:
     """Print how the saved model continues a sentence."""
     params = mamba_jax.load(folder)
-    for options in ({}, {"temperature": 0.7, "top_p": 0.9}):
-        text = mamba_jax.generate(params, PROMPT, max_new_tokens=120, **options).text
-        CONSOLE.print(f"{options or 'greedy'}: {PROMPT}{text}", markup=False, highlight=False)
+    for temperature in (0.0, 0.7):
+        text = "".join(mamba_jax.stream(params, PROMPT, max_new_tokens=120, temperature=temperature))
+        CONSOLE.print(f"temperature {temperature}: {PROMPT}{text}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":
