@@ -136,7 +136,7 @@ def generate(
         _write("\n")
         return
     with _working("Generating"):
-        result = mamba_jax.generate(params, text, logprobs=as_json, **options)
+        result: Any = mamba_jax.generate(params, text, logprobs=as_json, **options)  # of one prompt: one Generation
     if as_json:
         names = ("tokens", "text", "logprobs", "finish_reason", "timings")
         _write_json({name: getattr(result, name) for name in names})
