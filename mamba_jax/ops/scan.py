@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
-from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_axis, plan_chunks, valid_positions
 
 # Positions between the states that the gradient keeps; it computes those between again.
 _KEPT_EVERY = 32
@@ -209,8 +209,7 @@ def _scan_positions(
     outer = -(-q // inner)
 
     def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, b, c, ...)
-        a = jnp.moveaxis(a, 2, 0)
-        a = jnp.pad(a, [(0, outer * inner - q)] + [(0, 0)] * (a.ndim - 1))
+        a = pad_axis(jnp.moveaxis(a, 2, 0), 0, outer * inner)
         return a.reshape(outer, inner, *a.shape[1:])
 
     @jax.checkpoint

@@ -28,7 +28,7 @@ class ChunkPlan(NamedTuple):
 
     def lay(self, x: Shaped[Array, "b l *rest"]) -> Shaped[Array, "b cq *rest"]:
         """Put positions into slots, zeros into empty ones: their dt = 0 makes them do nothing."""
-        return pad_positions(x, self.chunks * self.q) if self.source is None else take_positions(x, self.source)
+        return pad_axis(x, 1, self.chunks * self.q) if self.source is None else take_positions(x, self.source)
 
     def restore(self, y: Shaped[Array, "b cq *rest"]) -> Shaped[Array, "b l *rest"]:
         """Put slots back into positions."""
@@ -88,10 +88,10 @@ def later_starts(segment_ids: Int[Array, "b l"]) -> Bool[Array, "b l"]:
     return (segment_ids >= 0) & (before >= 0) & (segment_ids != before)
 
 
-def pad_positions(x: Shaped[Array, "b l *rest"], total: int) -> Shaped[Array, "b total *rest"]:
-    """Pad the second axis on the right with zeros."""
-    missing = total - x.shape[1]
-    return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+def pad_axis(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
+    """Pad one axis at its end with zeros, up to `size`."""
+    missing = size - x.shape[axis]
+    return x if missing == 0 else jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
 
 def chain_chunks(

@@ -12,7 +12,8 @@ multiples of 1/64, which add up exactly in any order, and small rests.
 """
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +22,24 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.linear import einsum
-from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_positions, plan_chunks, valid_positions
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_axis, plan_chunks, valid_positions
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
-# blocks one after the other beyond, so that memory does not grow with the sequence.
-_MAX_DECAY_ELEMENTS = 1 << 24
+# blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants a block in its caches,
+# a GPU or TPU wants enough of it to fill the machine.
+_CPU_BLOCK = 1 << 18
+_BLOCK = 1 << 24
 
 
 class _Inputs(NamedTuple):
     """What a block of chunks reads; heads stand as g groups of r."""
 
-    x: Float[Array, "b c q g r p"]
-    dt: Float[Array, "b c q g r"]
-    dA: Float[Array, "b c q g r"]
-    B: Float[Array, "b c q g n"]
-    C: Float[Array, "b c q g n"]
-    z: Float[Array, "b c q g r p"] | None
+    x: Float[Array, "b c g q r p"]
+    z: Float[Array, "b c g q r p"] | None
+    B: Float[Array, "b c g q n"]
+    C: Float[Array, "b c g q n"]
+    dt: Float[Array, "b c g r q"]
+    dA: Float[Array, "b c g r q"]
 
 
 def ssd(
@@ -103,12 +106,23 @@ def ssd(
         D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).reshape(g, h // g, p).astype(jnp.float32)
 
     plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
-    heads = (b, seqlen, g, h // g)
-    inputs = _Inputs(x.reshape(*heads, p), dt.reshape(heads), dA.reshape(heads), B, C, z)
-    inputs = inputs._replace(z=None if z is None else z.reshape(*heads, p))
+
+    def chunks(a: Array) -> Array:  # (b, l, h or g, ...) -> (b, c, g, q, heads of the group, ...)
+        a = plan.lay(a)
+        return jnp.moveaxis(a.reshape(b, plan.chunks, plan.q, g, -1, *a.shape[3:]), 3, 2)
+
+    inputs = _Inputs(
+        x=chunks(x),
+        z=None if z is None else chunks(z),
+        B=chunks(B)[:, :, :, :, 0],
+        C=chunks(C)[:, :, :, :, 0],
+        dt=chunks(dt).swapaxes(-1, -2),
+        dA=chunks(dA).swapaxes(-1, -2),
+    )
     states = initial_state.astype(jnp.float32).reshape(b, s, g, h // g, p, n)
-    y, states = _scan_blocks(states, jax.tree.map(plan.lay, inputs), plan.segment, D, plan.q)
-    return plan.restore(y).reshape(b, seqlen, h, p), states.reshape(shape)
+    y, states = _scan_chunks(jnp.moveaxis(states, -1, 3), inputs, plan.segment, D)
+    y = jnp.moveaxis(y, 2, 3).reshape(b, -1, h, p)
+    return plan.restore(y), jnp.moveaxis(states, 3, -1).reshape(shape)
 
 
 def ssd_step(
@@ -178,72 +192,106 @@ def _check_inputs(
     return g, n
 
 
-def _scan_blocks(
-    states: Float[Array, "b s g r p n"],
+def _running_sums(dA: Float[Array, "*b q"]) -> tuple[Float[Array, "*b q"], Float[Array, "*b q"]]:
+    """Running sum in two parts: exact multiples of 1/64, and rests of at most 1/128 a step.
+
+    They are added up by a triangular matrix product: XLA would fuse a cumsum into the decay matrices and do it again
+    for each of their elements.
+    """
+    q = dA.shape[-1]
+    coarse = jax.lax.stop_gradient(jnp.round(dA * 64.0) / 64.0)
+    up_to = (jnp.arange(q)[:, None] <= jnp.arange(q)).astype(jnp.float32)
+    return einsum("...j,ji->...i", coarse, up_to), einsum("...j,ji->...i", dA - coarse, up_to)
+
+
+def _scan_chunks(
+    states: Float[Array, "b s g n r p"],
     inputs: _Inputs,
     segment: Int[Array, "b c"] | None,
     D: Float[Array, "g r p"] | None,
-    q: int,
-) -> tuple[Float[Array, "b cq g r p"], Float[Array, "b s g r p n"]]:
+) -> tuple[Float[Array, "b c g q r p"], Float[Array, "b s g n r p"]]:
+    """Run all chunks, in as many blocks as the platform wants."""
+    b, c, g, r, q = inputs.dt.shape
+    cpu, default = (-(-c // max(1, limit // (b * g * r * q * q))) for limit in (_CPU_BLOCK, _BLOCK))
+    if cpu == default:
+        return _scan_blocks(states, inputs, segment, D, blocks=cpu)
+    return jax.lax.platform_dependent(
+        states,
+        inputs,
+        segment,
+        D,
+        cpu=partial(_scan_blocks, blocks=cpu),
+        default=partial(_scan_blocks, blocks=default),
+    )
+
+
+def _scan_blocks(
+    states: Float[Array, "b s g n r p"],
+    inputs: _Inputs,
+    segment: Int[Array, "b c"] | None,
+    D: Float[Array, "g r p"] | None,
+    *,
+    blocks: int,
+) -> tuple[Float[Array, "b c g q r p"], Float[Array, "b s g n r p"]]:
     """Run blocks of chunks in order; the gradient keeps the states between them and computes a block again."""
-    b, slots, g, r = inputs.dt.shape
-    chunks = slots // q
-    blocks = -(-chunks // max(1, _MAX_DECAY_ELEMENTS // (b * g * r * q * q)))
-    k = -(-chunks // blocks)
+    b, c, g, r, q = inputs.dt.shape
+    k = -(-c // blocks)
 
-    def cut(a: Array) -> Array:  # (b, cq, ...) -> (blocks, b, k, q, ...)
-        a = pad_positions(a, blocks * k * q)
-        return jnp.moveaxis(a.reshape(b, blocks, k, q, *a.shape[2:]), 1, 0)
+    def cut(a: Array) -> Array:  # (b, c, ...) -> (blocks, b, k, ...); dt = 0 in the chunks that fill the last block
+        a = pad_axis(a, 1, blocks * k)
+        return jnp.moveaxis(a.reshape(b, blocks, k, *a.shape[2:]), 1, 0)
 
-    if segment is not None:
-        segment = jnp.moveaxis(pad_positions(segment, blocks * k).reshape(b, blocks, k), 1, 0)
+    whole = jax.tree.map(cut, (inputs, segment))
 
     @jax.checkpoint
-    def block(states: Array, xs: tuple[_Inputs, Array | None]) -> tuple[Array, Array]:
-        return _block(states, *xs, D)
+    def block(states: Array, xs: Any) -> tuple[Array, Array]:
+        inputs, segment = jax.tree.map(lambda a, like: a.reshape(like.shape[1:]), xs, whole)
+        states, y = _block(states, inputs, segment, D)
+        return states, _without_unit_axes(y)
 
-    states, y = jax.lax.scan(block, states, (jax.tree.map(cut, inputs), segment))
-    y = jnp.moveaxis(y, 0, 1)  # (b, blocks, k, q, g, r, p)
-    return y.reshape(b, blocks * k * q, *y.shape[4:]), states
+    states, y = jax.lax.scan(block, states, jax.vmap(_without_unit_axes)(whole))
+    y = jnp.moveaxis(y.reshape(blocks, b, k, g, q, r, -1), 0, 1)
+    return y.reshape(b, blocks * k, *y.shape[3:])[:, :c], states
+
+
+def _without_unit_axes(tree: Any) -> Any:
+    """Drop axes of size 1: given them, XLA picks layouts that it then has to copy into those a loop wants."""
+    return jax.tree.map(lambda a: a.reshape([n for n in a.shape if n > 1]), tree)
 
 
 def _block(
-    states: Float[Array, "b s g r p n"],
+    states: Float[Array, "b s g n r p"],
     inputs: _Inputs,
     segment: Int[Array, "b c"] | None,
     D: Float[Array, "g r p"] | None,
-) -> tuple[Float[Array, "b s g r p n"], Float[Array, "b c q g r p"]]:
-    """Work on a few chunks together: products inside each chunk, then the states from one to the next."""
-    x, dt, dA, B, C, z = inputs
-    q, dtype = x.shape[2], x.dtype
-    coarse, fine = _running_sum(jnp.moveaxis(dA, 2, -1))  # (b, c, g, r, q)
-    dt_last = jnp.moveaxis(dt, 2, -1)
+) -> tuple[Float[Array, "b s g n r p"], Float[Array, "b c g q r p"]]:
+    """Work on a few chunks together: products inside each chunk, then the states from one to the next.
 
+    States stand as (n, r, p) here, so that both products with them leave x and y in the order they have in memory.
+    """
+    x, z, B, C, dt, dA = inputs
+    q, dtype = x.shape[3], x.dtype
+
+    coarse, fine = _running_sums(dA)
     decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])
     causal = jnp.arange(q)[:, None] >= jnp.arange(q)
-    scores = einsum("bcign,bcjgn->bcgij", C, B)[:, :, :, None]
-    scores = jnp.where(causal, scores * decay, 0.0) * dt_last[..., None, :]
-    y = einsum("bcgrij,bcjgrp->bcigrp", scores.astype(dtype), x)
+    scores = einsum("bcgin,bcgjn->bcgij", C, B)[:, :, :, None]
+    scores = jnp.where(causal, scores * decay, 0.0) * dt[..., None, :]
+    y = einsum("bcgrij,bcgjrp->bcgrip", scores.astype(dtype), x).swapaxes(3, 4)
 
-    to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt_last
-    weighted = x.astype(jnp.float32) * jnp.moveaxis(to_end, -1, 2)[..., None]
-    update = einsum("bcjgrp,bcjgn->bcgrpn", weighted.astype(dtype), B)
+    to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt
+    weighted = x.astype(jnp.float32) * to_end.swapaxes(3, 4)[..., None]
+    update = einsum("bcgjn,bcgjrp->bcgnrp", B, weighted.astype(dtype))
     from_start = jnp.exp(coarse + fine)
-    incoming, states = chain_chunks(states, from_start[..., -1, None, None], update, segment)
-    carried = einsum("bcign,bcgrpn->bcigrp", C, incoming.astype(dtype))
-    y = y + carried * jnp.moveaxis(from_start, -1, 2)[..., None]
+    incoming, states = chain_chunks(states, from_start[..., None, :, -1:], update, segment)
+    carried = einsum("bcgin,bcgnrp->bcgirp", C, incoming.astype(dtype))
+    y = y + carried * from_start.swapaxes(3, 4)[..., None]
 
     if D is not None:
-        y = y + D * x.astype(jnp.float32)
+        y = y + D[:, None] * x.astype(jnp.float32)
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
     return states, y.astype(dtype)
-
-
-def _running_sum(dA: Float[Array, "*b q"]) -> tuple[Float[Array, "*b q"], Float[Array, "*b q"]]:
-    """Running sum in two parts: exact multiples of 1/64, and rests of at most 1/128 a step."""
-    coarse = jax.lax.stop_gradient(jnp.round(dA * 64.0) / 64.0)
-    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(dA - coarse, axis=-1)
 
 
 def _decay(coarse: Float[Array, "..."], fine: Float[Array, "..."]) -> Float[Array, "..."]:
