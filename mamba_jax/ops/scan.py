@@ -167,15 +167,17 @@ def _skip_and_gate(
     return y.astype(x.dtype)
 
 
+def _decay(dt: Float[Array, "*b d"], A: Float[Array, "n d"], wipe: Float[Array, "*b"] | None) -> Float[Array, "*b n d"]:
+    exponent = dt[..., None, :] * A
+    return jnp.exp(exponent if wipe is None else exponent + wipe[..., None, None])
+
+
 def _recur(
     state: Float[Array, "*b n d"], inputs: _Inputs, A: Float[Array, "n d"]
 ) -> tuple[Float[Array, "*b n d"], Float[Array, "*b d"]]:
     """One position of the recurrence, for any leading axes."""
     xdt, dt, B, C, wipe = inputs
-    exponent = dt[..., None, :] * A
-    if wipe is not None:
-        exponent = exponent + wipe[..., None, None]
-    state = jnp.exp(exponent) * state + B[..., :, None] * xdt[..., None, :]
+    state = _decay(dt, A, wipe) * state + B[..., :, None] * xdt[..., None, :]
     return state, (C[..., :, None] * state).sum(-2)
 
 
@@ -192,30 +194,34 @@ def _scan_chunks(
         ends, y = _scan_positions(states, inputs, A)
         return y, ends
     ends, y = _scan_positions(jnp.zeros((b, c, n, d), jnp.float32), inputs, A)
-    exponent = jnp.cumsum(inputs.dt, axis=2)[..., None, :] * A  # (b, c, q, n, d), fused away
-    if inputs.wipe is not None:
-        exponent = exponent + jnp.cumsum(inputs.wipe, axis=2)[..., None, None]
-    factor = jnp.exp(exponent)
-    incoming, states = chain_chunks(states, factor[:, :, -1], ends, segment)
-    return y + (factor * incoming[:, :, None] * inputs.C[..., None]).sum(-2), states
+    since_start = jnp.cumsum(inputs.dt, axis=2)
+    wiped = None if inputs.wipe is None else jnp.cumsum(inputs.wipe, axis=2)
+    decay = _decay(since_start[:, :, -1], A, None if wiped is None else wiped[:, :, -1])
+    incoming, states = chain_chunks(states, decay, ends, segment)
+
+    rows = jax.tree.map(lambda a: a.reshape(b * c, *a.shape[2:]), (since_start, wiped, inputs.C, incoming))
+    since_start, wiped, C, incoming = rows
+    carried = C[..., None] * _decay(since_start, A, wiped) * incoming[:, None]  # (b * c, q, n, d), never stored
+    return y + carried.sum(-2).reshape(y.shape), states
 
 
 def _scan_positions(
     states: Float[Array, "b c n d"], inputs: _Inputs, A: Float[Array, "n d"]
 ) -> tuple[Float[Array, "b c n d"], Float[Array, "b c q d"]]:
     """Step through the positions of all chunks; the gradient keeps every `_KEPT_EVERY`-th state."""
-    q = inputs.dt.shape[2]
+    b, c, q, d = inputs.dt.shape
     inner = min(_KEPT_EVERY, q)
     outer = -(-q // inner)
+    rows = (b * c,) if b * c > 1 else ()
 
-    def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, b, c, ...)
-        a = pad_axis(jnp.moveaxis(a, 2, 0), 0, outer * inner)
-        return a.reshape(outer, inner, *a.shape[1:])
+    def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, rows, ...); dt = 0 in the filling
+        a = jnp.moveaxis(a.reshape(*rows, q, *a.shape[3:]), len(rows), 0)
+        return pad_axis(a, 0, outer * inner).reshape(outer, inner, *a.shape[1:])
 
     @jax.checkpoint
     def stretch(states: Array, xs: _Inputs) -> tuple[Array, Array]:
         return jax.lax.scan(lambda state, at: _recur(state, at, A), states, xs, unroll=min(_UNROLL, inner))
 
-    states, y = jax.lax.scan(stretch, states, jax.tree.map(cut, inputs))
-    y = y.reshape(outer * inner, *y.shape[2:])[:q]
-    return states, jnp.moveaxis(y, 0, 2)
+    ends, y = jax.lax.scan(stretch, states.reshape(*rows, *A.shape), jax.tree.map(cut, inputs))
+    y = jnp.moveaxis(y.reshape(outer * inner, b, c, d)[:q], 0, 2)
+    return ends.reshape(states.shape), y

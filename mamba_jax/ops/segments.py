@@ -6,7 +6,7 @@ ceil(len_s / q) chunks, so ceil(l / q) + num_segments chunks hold them all whate
 from its sequence's state and leaves it updated, and no position needs a mask against another sequence.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,15 @@ def pad_axis(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..
     """Pad one axis at its end with zeros, up to `size`."""
     missing = size - x.shape[axis]
     return x if missing == 0 else jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+
+def without_unit_axes(tree: Any) -> Any:
+    """Drop the axes of size 1 of every array.
+
+    Loops run on such arrays: with axes of size 1 XLA picks layouts that it then has to copy into the loop's own, and on
+    a CPU its code for the loop's body is up to ten times slower.
+    """
+    return jax.tree.map(lambda a: a.reshape([n for n in a.shape if n > 1]), tree)
 
 
 def chain_chunks(

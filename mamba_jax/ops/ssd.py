@@ -22,7 +22,15 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.linear import einsum
-from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_axis, plan_chunks, valid_positions
+from mamba_jax.ops.segments import (
+    WIPE,
+    chain_chunks,
+    later_starts,
+    pad_axis,
+    plan_chunks,
+    valid_positions,
+    without_unit_axes,
+)
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
 # blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants a block in its caches,
@@ -247,16 +255,11 @@ def _scan_blocks(
     def block(states: Array, xs: Any) -> tuple[Array, Array]:
         inputs, segment = jax.tree.map(lambda a, like: a.reshape(like.shape[1:]), xs, whole)
         states, y = _block(states, inputs, segment, D)
-        return states, _without_unit_axes(y)
+        return states, without_unit_axes(y)
 
-    states, y = jax.lax.scan(block, states, jax.vmap(_without_unit_axes)(whole))
+    states, y = jax.lax.scan(block, states, jax.vmap(without_unit_axes)(whole))
     y = jnp.moveaxis(y.reshape(blocks, b, k, g, q, r, -1), 0, 1)
     return y.reshape(b, blocks * k, *y.shape[3:])[:, :c], states
-
-
-def _without_unit_axes(tree: Any) -> Any:
-    """Drop axes of size 1: given them, XLA picks layouts that it then has to copy into those a loop wants."""
-    return jax.tree.map(lambda a: a.reshape([n for n in a.shape if n > 1]), tree)
 
 
 def _block(
