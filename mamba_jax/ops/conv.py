@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mamba_jax.ops.axes import take_positions
 from mamba_jax.ops.checks import check_positions, check_rank, check_shape
-from mamba_jax.ops.segments import take_positions
 
 
 def causal_conv1d(

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mamba_jax.ops.axes import pad_axis
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
-from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, pad_axis, plan_chunks, valid_positions
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 
 # Positions between the states that the gradient keeps; it computes those between again.
 _KEPT_EVERY = 32
@@ -133,9 +134,13 @@ def selective_scan_step(
     check_dt_limit(dt_limit)
     check_shape("state", state, (b, n, d), "(b, n, d)")
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
-    inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), None)
-    new_state, y = _recur(state.astype(jnp.float32), inputs, A.T.astype(jnp.float32))
-    return _skip_and_gate(y, x, D, z), new_state.astype(state.dtype)
+
+    def rows(a: Array) -> Array:
+        return a.astype(jnp.float32).reshape(*_rows(b), *a.shape[1:])
+
+    inputs = _Inputs(rows(x * dt), rows(dt), rows(B), rows(C), None)
+    new_state, y = _recur(rows(state), inputs, A.T.astype(jnp.float32))
+    return _skip_and_gate(y.reshape(b, d), x, D, z), new_state.reshape(b, n, d).astype(state.dtype)
 
 
 def _check_inputs(
@@ -165,6 +170,11 @@ def _skip_and_gate(
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
     return y.astype(x.dtype)
+
+
+def _rows(count: int) -> tuple[int, ...]:
+    """Leading axes of the recurrence: none for a single row (see `without_unit_axes`)."""
+    return (count,) if count > 1 else ()
 
 
 def _decay(dt: Float[Array, "*b d"], A: Float[Array, "n d"], wipe: Float[Array, "*b"] | None) -> Float[Array, "*b n d"]:
@@ -212,7 +222,7 @@ def _scan_positions(
     b, c, q, d = inputs.dt.shape
     inner = min(_KEPT_EVERY, q)
     outer = -(-q // inner)
-    rows = (b * c,) if b * c > 1 else ()
+    rows = _rows(b * c)
 
     def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, rows, ...); dt = 0 in the filling
         a = jnp.moveaxis(a.reshape(*rows, q, *a.shape[3:]), len(rows), 0)

@@ -6,11 +6,13 @@ ceil(len_s / q) chunks, so ceil(l / q) + num_segments chunks hold them all whate
 from its sequence's state and leaves it updated, and no position needs a mask against another sequence.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from mamba_jax.ops.axes import pad_axis, take_positions
 
 # A step with this exponent wipes a float32 state: exp(-128) is 0 in float32, as is anything below it.
 WIPE = -128.0
@@ -88,21 +90,6 @@ def later_starts(segment_ids: Int[Array, "b l"]) -> Bool[Array, "b l"]:
     return (segment_ids >= 0) & (before >= 0) & (segment_ids != before)
 
 
-def pad_axis(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
-    """Pad one axis at its end with zeros, up to `size`."""
-    missing = size - x.shape[axis]
-    return x if missing == 0 else jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-
-
-def without_unit_axes(tree: Any) -> Any:
-    """Drop the axes of size 1 of every array.
-
-    Loops run on such arrays: with axes of size 1 XLA picks layouts that it then has to copy into the loop's own, and on
-    a CPU its code for the loop's body is up to ten times slower.
-    """
-    return jax.tree.map(lambda a: a.reshape([n for n in a.shape if n > 1]), tree)
-
-
 def chain_chunks(
     states: Float[Array, "b s *state"],
     decay: Float[Array, "b c *state"],
@@ -131,9 +118,3 @@ def chain_chunks(
     chunks = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (decay, update, segment))
     states, before = jax.lax.scan(step, states, chunks, unroll=min(decay.shape[1], 8))
     return jnp.moveaxis(before, 0, 1), states
-
-
-def take_positions(x: Shaped[Array, "b l *rest"], index: Int[Array, "b m"]) -> Shaped[Array, "b m *rest"]:
-    """Gather along the second axis, each row its own; zeros where the index is past the end."""
-    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)

@@ -19,18 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mamba_jax.ops.axes import pad_axis, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.linear import einsum
-from mamba_jax.ops.segments import (
-    WIPE,
-    chain_chunks,
-    later_starts,
-    pad_axis,
-    plan_chunks,
-    valid_positions,
-    without_unit_axes,
-)
+from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
 # blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants a block in its caches,
@@ -162,14 +155,16 @@ def ssd_step(
     check_shape("state", state, (b, h, p, n), "(b, h, p, n)")
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
 
-    def groups(a: Array) -> Array:
-        return a.astype(jnp.float32).reshape(b, g, h // g, *a.shape[2:])
+    whole = (b, g, h // g, p, n)
 
-    decay = jnp.exp(dt * A.astype(jnp.float32))
-    xdt = groups(x) * groups(dt)[..., None]
-    B, C = (a.astype(jnp.float32)[:, :, None, None] for a in (B, C))  # (b, g, 1, 1, n)
-    new_state = groups(decay)[..., None, None] * groups(state) + xdt[..., None] * B
-    y = (new_state * C).sum(-1).reshape(b, h, p)
+    def fit(a: Array, *shape: int) -> Array:
+        return without_unit_axes(a.astype(jnp.float32).reshape(shape), whole)
+
+    decay = fit(jnp.exp(dt * A.astype(jnp.float32)), b, g, h // g, 1, 1)
+    xdt = fit(x.astype(jnp.float32) * dt[..., None], b, g, h // g, p, 1)
+    new_state = decay * fit(state, *whole) + xdt * fit(B, b, g, 1, 1, n)
+    y = new_state * fit(C, b, g, 1, 1, n)
+    y = y.reshape(-1, n).sum(-1).reshape(b, h, p)
     if D is not None:
         y = y + D.astype(jnp.float32).reshape(h, -1) * x.astype(jnp.float32)
     if z is not None:
@@ -257,7 +252,7 @@ def _scan_blocks(
         states, y = _block(states, inputs, segment, D)
         return states, without_unit_axes(y)
 
-    states, y = jax.lax.scan(block, states, jax.vmap(without_unit_axes)(whole))
+    states, y = jax.lax.scan(block, states, jax.tree.map(jax.vmap(without_unit_axes), whole))
     y = jnp.moveaxis(y.reshape(blocks, b, k, g, q, r, -1), 0, 1)
     return y.reshape(b, blocks * k, *y.shape[3:])[:, :c], states
 

@@ -1,0 +1,26 @@
+"""Axes of arrays: pad one, gather along one, leave out those of size 1."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+
+def pad_axis(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
+    """Pad one axis at its end with zeros, up to `size`."""
+    missing = size - x.shape[axis]
+    return x if missing == 0 else jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+
+def take_positions(x: Shaped[Array, "b l *rest"], index: Int[Array, "b m"]) -> Shaped[Array, "b m *rest"]:
+    """Gather along the second axis, each row its own; zeros where the index is past the end."""
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+
+def without_unit_axes(x: Shaped[Array, "..."], whole: tuple[int, ...] | None = None) -> Shaped[Array, "..."]:
+    """Drop the axes of `x` along which `whole` (by default the shape of `x` itself) has size 1.
+
+    With axes of size 1 XLA picks layouts that it then has to copy into those a loop wants, and on a CPU its code for a
+    recurrence is up to twenty times slower.
+    """
+    whole = x.shape if whole is None else whole
+    return x.reshape([size for size, full in zip(x.shape, whole, strict=True) if full > 1])
