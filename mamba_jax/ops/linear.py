@@ -55,23 +55,24 @@ def linear(
     return y.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def einsum(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Multiply two arrays of one dtype into float32, by the rules of this module.
+def einsum(spec: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """Multiply two arrays into float32, by the rules of this module for operands of `dtype`.
 
-    Float16 is widened first: the products of a scan may leave its range.
+    Bfloat16 operands are rounded to it only where the platform multiplies bfloat16. Float16 is widened everywhere (on
+    GPUs to TF32, of the same precision): what a scan multiplies may leave its range.
     """
-    if a.dtype == jnp.float32:
-        return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
-
-    def low(a: Array, b: Array) -> Array:
-        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+    dtype = jnp.dtype(dtype)
 
     def wide(a: Array, b: Array) -> Array:
-        return jnp.einsum(spec, a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGH)
+        precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.HIGH
+        return jnp.einsum(spec, a.astype(jnp.float32), b.astype(jnp.float32), precision=precision)
 
-    if a.dtype == jnp.float16:
-        return wide(a, b)
-    return jax.lax.platform_dependent(a, b, cpu=wide, default=low)
+    def narrow(a: Array, b: Array) -> Array:
+        return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
+
+    if dtype == jnp.bfloat16:
+        return jax.lax.platform_dependent(a, b, cpu=wide, default=narrow)
+    return wide(a, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -102,8 +103,8 @@ def _multiply_forward(rows: Array, weight: Array, out_dtype: jnp.dtype) -> tuple
 
 def _multiply_backward(_: jnp.dtype, operands: tuple[Array, Array], dy: Float[Array, "r o"]) -> tuple[Array, Array]:
     rows, weight = operands
-    dy = dy.astype(weight.dtype)
-    return einsum("ro,oi->ri", dy, weight).astype(rows.dtype), einsum("ro,ri->oi", dy, rows).astype(weight.dtype)
+    dtype = weight.dtype
+    return einsum("ro,oi->ri", dy, weight, dtype).astype(dtype), einsum("ro,ri->oi", dy, rows, dtype).astype(dtype)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)

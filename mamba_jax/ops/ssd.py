@@ -204,7 +204,11 @@ def _running_sums(dA: Float[Array, "*b q"]) -> tuple[Float[Array, "*b q"], Float
     q = dA.shape[-1]
     coarse = jax.lax.stop_gradient(jnp.round(dA * 64.0) / 64.0)
     up_to = (jnp.arange(q)[:, None] <= jnp.arange(q)).astype(jnp.float32)
-    return einsum("...j,ji->...i", coarse, up_to), einsum("...j,ji->...i", dA - coarse, up_to)
+
+    def add_up(part: Array) -> Array:
+        return einsum("...j,ji->...i", part, up_to, jnp.float32)
+
+    return add_up(coarse), add_up(dA - coarse)
 
 
 def _scan_chunks(
@@ -273,16 +277,16 @@ def _block(
     coarse, fine = _running_sums(dA)
     decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])
     causal = jnp.arange(q)[:, None] >= jnp.arange(q)
-    scores = einsum("bcgin,bcgjn->bcgij", C, B)[:, :, :, None]
+    scores = einsum("bcgin,bcgjn->bcgij", C, B, dtype)[:, :, :, None]
     scores = jnp.where(causal, scores * decay, 0.0) * dt[..., None, :]
-    y = einsum("bcgrij,bcgjrp->bcgrip", scores.astype(dtype), x).swapaxes(3, 4)
+    y = einsum("bcgrij,bcgjrp->bcgrip", scores, x, dtype).swapaxes(3, 4)
 
     to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt
     weighted = x.astype(jnp.float32) * to_end.swapaxes(3, 4)[..., None]
-    update = einsum("bcgjn,bcgjrp->bcgnrp", B, weighted.astype(dtype))
+    update = einsum("bcgjn,bcgjrp->bcgnrp", B, weighted, dtype)
     from_start = jnp.exp(coarse + fine)
     incoming, states = chain_chunks(states, from_start[..., None, :, -1:], update, segment)
-    carried = einsum("bcgin,bcgnrp->bcgirp", C, incoming.astype(dtype))
+    carried = einsum("bcgin,bcgnrp->bcgirp", C, incoming, dtype)
     y = y + carried * from_start.swapaxes(3, 4)[..., None]
 
     if D is not None:
