@@ -23,6 +23,8 @@ from mamba_jax.text import TextDecoder, Tokenizer
 
 TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
 
+_PROMPT = "wanted a string, token ids, or a list of either"
+
 Prompt = str | Sequence[int]
 Mode = Literal["device", "host", "recompute"]
 Block = tuple[np.ndarray, np.ndarray, DecodeState]  # (b, n) tokens, -1: none; (b, n) log-probabilities; state after
@@ -190,10 +192,12 @@ def as_rows(
     params: Params, prompt: Prompt | Sequence[Prompt], tokenizer: Tokenizer | str | None
 ) -> tuple[list[list[int]], bool, Tokenizer | None]:
     """Prompts as checked token ids, whether there was a single one, and the tokenizer if there is one."""
+    if not isinstance(prompt, str | Sequence | np.ndarray):
+        raise ValueError(f"prompt: got {prompt!r:.80}, {_PROMPT}")
     single = isinstance(prompt, str) or (len(prompt) > 0 and _is_integer(prompt[0]))
     prompts = [prompt] if single else list(prompt)
     if not prompts:
-        raise ValueError("prompt: got an empty list, wanted a string, token ids, or a list of either")
+        raise ValueError(f"prompt: got an empty list, {_PROMPT}")
     source = tokenizer if tokenizer is not None else params.text.tokenizer
     if isinstance(source, str):
         source = text_lib.load_tokenizer(source)
@@ -205,10 +209,10 @@ def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None) -> list[in
         if tokenizer is None:
             raise ValueError("prompt: got text, but the checkpoint has no tokenizer beside it; pass tokenizer=")
         ids = text_lib.encode(tokenizer, prompt)
-    elif all(_is_integer(i) for i in prompt):
+    elif isinstance(prompt, Sequence | np.ndarray) and all(_is_integer(i) for i in prompt):
         ids = [int(i) for i in prompt]
     else:
-        raise ValueError(f"prompt: got {prompt!r:.80}, wanted a string, token ids, or a list of either")
+        raise ValueError(f"prompt: got {prompt!r:.80}, {_PROMPT}")
     if not ids:
         if params.text.bos_token_id is None:
             raise ValueError(

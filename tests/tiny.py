@@ -1,5 +1,6 @@
 """Small random models for tests: every size differs from every other, so that a swapped axis cannot pass."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "d_state": 8,
         "dt_rank": 3,
         "bcdt_norm_eps": 1e-6,
-        "tie_embeddings": False,
     },
     "mamba2": {"layer": "mamba2", "d_inner": 48, "d_state": 16, "headdim": 12},
     "mamba2-groups": {
@@ -35,15 +35,21 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def tiny_config(kind: str, **changes: Any) -> MambaConfig:
     """The configuration of a kind, with changes."""
     sizes: dict[str, Any] = {"vocab_size": 101, "pad_vocab_size_multiple": 8, "d_model": 24, "n_layer": 2}
+    sizes["tie_embeddings"] = kind == "mamba1"
     return MambaConfig(**(sizes | _CONFIGS[kind] | changes))
 
 
-def tiny_params(kind: str, dtype: str = "float32", seed: int = 0, text: TextInfo | None = None, **changes: Any) -> Params:
-    """Random weights with an embedding large enough that greedy choices are not near ties."""
+def tiny_params(
+    kind: str, dtype: str = "float32", seed: int = 0, text: TextInfo | None = None, **changes: Any
+) -> Params:
+    """Random weights of a scale at which greedy choices are not near ties and, untied, texts are not one token."""
     params = init_params(tiny_config(kind, **changes), jax.random.key(seed), jnp.float32)
     noise = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)  # no weight left at 0 or 1
-    params = params.replace(embedding=50 * params.embedding, text=text or TextInfo())
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params
+    )  # no weight left at 0 or 1
+    lm_head = None if params.lm_head is None else 10 * params.lm_head
+    params = dataclasses.replace(params, embedding=10 * params.embedding, lm_head=lm_head, text=text or TextInfo())
     keep = {"dt_bias", "A_log", "D"}
 
     def cast(path: Any, x: jax.Array) -> jax.Array:

@@ -142,7 +142,7 @@ def test_u45_residual_dtype_follows_the_flag(kind, residual_in_fp32):
     assert logits.dtype == jnp.float32
     assert {h.dtype for h in hidden} == {jnp.dtype("bfloat16")}
     assert len(hidden) == params.config.n_layer + 1
-    jaxpr = str(jax.make_jaxpr(lambda p, t: forward(p, t))(params, IDS))
+    jaxpr = str(jax.make_jaxpr(forward)(params, IDS))
     b, length = IDS.shape
     adds = [line for line in jaxpr.splitlines() if f":f32[{b},{length},24] = add " in line]
     # With the flag one residual addition a layer in float32; without it none.
@@ -164,9 +164,7 @@ def test_u36_without_the_gated_norm_there_is_no_weight_and_bfloat16_runs():
     assert params.layers[0].gated_norm is None
     assert np.isfinite(forward(params, IDS)).all()
     full = tiny_params("mamba2", gated_norm=False)
-    assert_close(
-        step(full, IDS[:, 0], init_cache(full.config, 2, "float32"))[0], forward(full, IDS[:, :1])[:, 0]
-    )
+    assert_close(step(full, IDS[:, 0], init_cache(full.config, 2, "float32"))[0], forward(full, IDS[:, :1])[:, 0])
 
 
 def test_norm_before_gate_changes_the_result():
