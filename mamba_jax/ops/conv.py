@@ -52,13 +52,17 @@ def causal_conv1d(
     if segment_ids is not None:
         return _conv_segments(x, weight, bias, window, segment_ids, activation)
 
-    row = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-    y = _activate(_taps(row, weight, seqlen), bias, activation)
+    # Only the first w-1 outputs see the window. Padding x, instead of joining the two, leaves one fused loop.
+    row = jnp.pad(x.astype(jnp.float32), ((0, 0), (w - 1, 0), (0, 0)))
+    edge = _taps(jnp.pad(window.astype(x.dtype), ((0, 0), (0, w - 1), (0, 0))), weight, w - 1)[:, :seqlen]
+    y = _taps(row, weight, seqlen) + jnp.pad(edge, ((0, 0), (0, seqlen - edge.shape[1]), (0, 0)))
+    y = _activate(y, bias, activation)
     if lengths is None:
-        return y.astype(x.dtype), row[:, seqlen:].astype(window.dtype)
-    new_window = take_positions(row, lengths[:, None] + jnp.arange(w - 1))
+        new_window = jnp.concatenate([window, x[:, -(w - 1) :].astype(window.dtype)], axis=1)[:, -(w - 1) :]
+        return y.astype(x.dtype), new_window
+    new_window = _window_at(window, x, lengths)
     valid = jnp.arange(seqlen) < lengths[:, None]
-    return jnp.where(valid[..., None], y, 0.0).astype(x.dtype), new_window.astype(window.dtype)
+    return jnp.where(valid[..., None], y, 0.0).astype(x.dtype), new_window
 
 
 def causal_conv1d_step(
@@ -120,6 +124,17 @@ def _taps(
             term = jnp.where((ids[:, k : k + seqlen] == ids[:, w - 1 :])[..., None], term, 0.0)
         total = total + term
     return total
+
+
+def _window_at(
+    window: Float[Array, "b w-1 d"], x: Float[Array, "b l d"], lengths: Int[Array, "b"]
+) -> Float[Array, "b w-1 d"]:
+    """The last w-1 inputs of (window ++ x[:length]) of each row."""
+    kept = window.shape[1]
+    at = lengths[:, None] + jnp.arange(kept)
+    from_window = take_positions(window, jnp.minimum(at, kept - 1))
+    from_x = take_positions(x, jnp.maximum(at - kept, 0)).astype(window.dtype)
+    return jnp.where((at < kept)[..., None], from_window, from_x)
 
 
 def _activate(y: Float[Array, "*b d"], bias: Float[Array, "d"] | None, activation: str | None) -> Float[Array, "*b d"]:
