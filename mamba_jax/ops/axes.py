@@ -16,11 +16,10 @@ def take_positions(x: Shaped[Array, "b l *rest"], index: Int[Array, "b m"]) -> S
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
 
 
-def without_unit_axes(x: Shaped[Array, "..."], whole: tuple[int, ...] | None = None) -> Shaped[Array, "..."]:
-    """Drop the axes of `x` along which `whole` (by default the shape of `x` itself) has size 1.
+def without_unit_axes(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Drop the axes of size 1.
 
-    With axes of size 1 XLA picks layouts that it then has to copy into those a loop wants, and on a CPU its code for a
-    recurrence is up to twenty times slower.
+    With them XLA picks layouts that it then has to copy into those a loop wants, and on a CPU its code for a recurrence
+    is up to twenty times slower.
     """
-    whole = x.shape if whole is None else whole
-    return x.reshape([size for size, full in zip(x.shape, whole, strict=True) if full > 1])
+    return x.reshape([size for size in x.shape if size > 1])

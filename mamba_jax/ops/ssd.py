@@ -150,26 +150,39 @@ def ssd_step(
     """
     check_rank("x", x, "(b, h, p)")
     b, h, p = x.shape
-    g, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    _, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
     check_dt_limit(dt_limit)
     check_shape("state", state, (b, h, p, n), "(b, h, p, n)")
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
 
-    whole = (b, g, h // g, p, n)
-
-    def fit(a: Array, *shape: int) -> Array:
-        return without_unit_axes(a.astype(jnp.float32).reshape(shape), whole)
-
-    decay = fit(jnp.exp(dt * A.astype(jnp.float32)), b, g, h // g, 1, 1)
-    xdt = fit(x.astype(jnp.float32) * dt[..., None], b, g, h // g, p, 1)
-    new_state = decay * fit(state, *whole) + xdt * fit(B, b, g, 1, 1, n)
-    y = new_state * fit(C, b, g, 1, 1, n)
-    y = y.reshape(-1, n).sum(-1).reshape(b, h, p)
+    # The update keeps the state's own shape: then XLA works in place in a decode loop instead of on a copy.
+    decay = jnp.exp(dt * A.astype(jnp.float32))
+    xdt = x.astype(jnp.float32) * dt[..., None]
+    new_state = decay[..., None, None] * state.astype(jnp.float32) + xdt[..., None] * _each_head(B, h)
+    y = jax.lax.platform_dependent(new_state, C.astype(jnp.float32), cpu=_contract_state, default=_reduce_state)
     if D is not None:
         y = y + D.astype(jnp.float32).reshape(h, -1) * x.astype(jnp.float32)
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
-    return y.astype(x.dtype), new_state.reshape(state.shape).astype(state.dtype)
+    return y.astype(x.dtype), new_state.astype(state.dtype)
+
+
+def _each_head(a: Float[Array, "b g n"], h: int) -> Float[Array, "b h 1 n"]:
+    """The map of each head's group, to be fused into what reads it."""
+    b, g, n = a.shape
+    return jnp.broadcast_to(a.astype(jnp.float32)[:, :, None], (b, g, h // g, n)).reshape(b, h, 1, n)
+
+
+def _reduce_state(state: Float[Array, "b h p n"], C: Float[Array, "b g n"]) -> Float[Array, "b h p"]:
+    """Output of a state, in one pass with its update."""
+    return (state * _each_head(C, state.shape[1])).sum(-1)
+
+
+def _contract_state(state: Float[Array, "b h p n"], C: Float[Array, "b g n"]) -> Float[Array, "b h p"]:
+    """Output of a state as a matrix product: on a CPU more than twice as fast as a reduction."""
+    b, h, p, n = state.shape
+    g = C.shape[1]
+    return einsum("bgrpn,bgn->bgrp", state.reshape(b, g, h // g, p, n), C, jnp.float32).reshape(b, h, p)
 
 
 def _check_inputs(
