@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.ops.checks import check_shape
 
-# A streamed row is cut into at most this many parts: with more, LLVM no longer makes vector code of the sum.
+# An axis is cut into at most this many parts: with more in a streamed row, LLVM no longer makes vector code of its sum.
 _MAX_PARTS = 12
 # Float16 rows up to this many are streamed one by one; from there on widening the weight is cheaper.
 _MAX_STREAMED_ROWS = 4
@@ -133,7 +133,7 @@ def _streamed(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[A
     # Tied to the rows, the weight changes with each turn of a decode loop, so XLA can't move a widened copy out of it.
     weight, rows = jax.lax.optimization_barrier((weight, rows))
     o, i = weight.shape
-    parts = max(n for n in range(1, _MAX_PARTS + 1) if i % n == 0)
+    parts = _divisor(i)
     weight = weight.reshape(o, parts, i // parts).astype(jnp.float32)
     rows = rows.reshape(-1, parts, i // parts).astype(jnp.float32)
     ones = jnp.ones((i // parts, 1))
@@ -153,9 +153,18 @@ def _padded(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Arr
 
 
 def _widened(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
-    """The CPU's form for many float16 rows: it has no float16 kernel."""
-    weight, rows = jax.lax.optimization_barrier((weight, rows))  # as in _streamed
-    return _weight_first(rows.astype(jnp.float32), weight.astype(jnp.float32))
+    """The CPU's form for many float16 rows, for which it has no kernel.
+
+    A loop over parts of the weight: XLA would widen the weights of all layers first, and then multiply.
+    """
+    o, i = weight.shape
+    parts, rows = weight.reshape(_divisor(o), -1, i), rows.astype(jnp.float32)
+    return jax.lax.map(lambda part: _contract(part.astype(jnp.float32), rows, 1, 1), parts).reshape(o, -1).T
+
+
+def _divisor(size: int) -> int:
+    """Number of equal parts to cut an axis into."""
+    return max(n for n in range(1, _MAX_PARTS + 1) if size % n == 0)
 
 
 def _contract(a: Array, b: Array, a_axis: int, b_axis: int, out_dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:

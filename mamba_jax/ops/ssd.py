@@ -156,7 +156,8 @@ def ssd_step(
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
 
     # The update keeps the state's own shape: then XLA works in place in a decode loop instead of on a copy.
-    decay = jnp.exp(dt * A.astype(jnp.float32))
+    # The barrier makes a head's two transcendentals one small kernel, and the products with them part of the update.
+    dt, decay = jax.lax.optimization_barrier((dt, jnp.exp(dt * A.astype(jnp.float32))))
     xdt = x.astype(jnp.float32) * dt[..., None]
     new_state = decay[..., None, None] * state.astype(jnp.float32) + xdt[..., None] * _each_head(B, h)
     y = jax.lax.platform_dependent(new_state, C.astype(jnp.float32), cpu=_contract_state, default=_reduce_state)
