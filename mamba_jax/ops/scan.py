@@ -22,7 +22,7 @@ from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 
 # Positions between the states that the gradient keeps; it computes those between again.
-_KEPT_EVERY = 32
+_STRETCH = 32
 _UNROLL = 4
 
 
@@ -197,7 +197,7 @@ def _scan_chunks(
     segment: Int[Array, "b c"] | None,
     A: Float[Array, "n d"],
 ) -> tuple[Float[Array, "b c q d"], Float[Array, "b s n d"]]:
-    """Scan each chunk, then hand the states on."""
+    """Scan each chunk, then hand the states on and add what they bring."""
     b, c, _, d = inputs.dt.shape
     n = A.shape[0]
     if c == 1:
@@ -208,30 +208,39 @@ def _scan_chunks(
     wiped = None if inputs.wipe is None else jnp.cumsum(inputs.wipe, axis=2)
     decay = _decay(since_start[:, :, -1], A, None if wiped is None else wiped[:, :, -1])
     incoming, states = chain_chunks(states, decay, ends, segment)
+    incoming = incoming.reshape(*_rows(b * c), n, d)
 
-    rows = jax.tree.map(lambda a: a.reshape(b * c, *a.shape[2:]), (since_start, wiped, inputs.C, incoming))
-    since_start, wiped, C, incoming = rows
-    carried = C[..., None] * _decay(since_start, A, wiped) * incoming[:, None]  # (b * c, q, n, d), never stored
-    return y + carried.sum(-2).reshape(y.shape), states
+    @jax.checkpoint
+    def bring(xs: tuple[Array, Array | None, Array]) -> Array:
+        since_start, wiped, C = xs
+        return (C[..., None] * _decay(since_start, A, wiped) * incoming).sum(-2)
+
+    brought = jax.lax.map(bring, jax.tree.map(_to_stretches, (since_start, wiped, inputs.C)))
+    return y + _from_stretches(brought, y.shape), states
 
 
 def _scan_positions(
     states: Float[Array, "b c n d"], inputs: _Inputs, A: Float[Array, "n d"]
 ) -> tuple[Float[Array, "b c n d"], Float[Array, "b c q d"]]:
-    """Step through the positions of all chunks; the gradient keeps every `_KEPT_EVERY`-th state."""
-    b, c, q, d = inputs.dt.shape
-    inner = min(_KEPT_EVERY, q)
-    outer = -(-q // inner)
-    rows = _rows(b * c)
-
-    def cut(a: Array) -> Array:  # (b, c, q, ...) -> (outer, inner, rows, ...); dt = 0 in the filling
-        a = jnp.moveaxis(a.reshape(*rows, q, *a.shape[3:]), len(rows), 0)
-        return pad_axis(a, 0, outer * inner).reshape(outer, inner, *a.shape[1:])
+    """Step through the positions of all chunks; the gradient keeps the state before each stretch."""
 
     @jax.checkpoint
     def stretch(states: Array, xs: _Inputs) -> tuple[Array, Array]:
-        return jax.lax.scan(lambda state, at: _recur(state, at, A), states, xs, unroll=min(_UNROLL, inner))
+        return jax.lax.scan(lambda state, at: _recur(state, at, A), states, xs, unroll=min(_UNROLL, xs.dt.shape[0]))
 
-    ends, y = jax.lax.scan(stretch, states.reshape(*rows, *A.shape), jax.tree.map(cut, inputs))
-    y = jnp.moveaxis(y.reshape(outer * inner, b, c, d)[:q], 0, 2)
-    return ends.reshape(states.shape), y
+    b, c, *_ = states.shape
+    ends, y = jax.lax.scan(stretch, states.reshape(*_rows(b * c), *A.shape), jax.tree.map(_to_stretches, inputs))
+    return ends.reshape(states.shape), _from_stretches(y, inputs.dt.shape)
+
+
+def _to_stretches(a: Float[Array, "b c q *rest"]) -> Float[Array, "stretches positions *rows rest"]:
+    """Positions first, in stretches of `_STRETCH`; the last one is filled with dt = 0."""
+    b, c, q, *rest = a.shape
+    size = min(_STRETCH, q)
+    a = jnp.moveaxis(a.reshape(*_rows(b * c), q, *rest), len(_rows(b * c)), 0)
+    return pad_axis(a, 0, -(-q // size) * size).reshape(-1, size, *a.shape[1:])
+
+
+def _from_stretches(y: Float[Array, "stretches positions *rows d"], shape: tuple[int, ...]) -> Float[Array, "b c q d"]:
+    b, c, q, d = shape
+    return jnp.moveaxis(y.reshape(-1, b, c, d)[:q], 0, 2)
