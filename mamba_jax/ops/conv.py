@@ -52,10 +52,12 @@ def causal_conv1d(
     if segment_ids is not None:
         return _conv_segments(x, weight, bias, window, segment_ids, activation)
 
-    # Only the first w-1 outputs see the window. Padding x, instead of joining the two, leaves one fused loop.
-    row = jnp.pad(x.astype(jnp.float32), ((0, 0), (w - 1, 0), (0, 0)))
-    edge = _taps(jnp.pad(window.astype(x.dtype), ((0, 0), (0, w - 1), (0, 0))), weight, w - 1)[:, :seqlen]
-    y = _taps(row, weight, seqlen) + jnp.pad(edge, ((0, 0), (0, seqlen - edge.shape[1]), (0, 0)))
+    # Only the first w-1 outputs see the window; added one by one they stay part of the loop over all outputs.
+    y = _taps(jnp.pad(x.astype(jnp.float32), ((0, 0), (w - 1, 0), (0, 0))), weight, seqlen)
+    edge = _taps(jnp.pad(window.astype(x.dtype), ((0, 0), (0, w - 1), (0, 0))), weight, w - 1)
+    position = jnp.arange(seqlen)[:, None]
+    for t in range(min(w - 1, seqlen)):
+        y = jnp.where(position == t, y + edge[:, t : t + 1], y)
     y = _activate(y, bias, activation)
     if lengths is None:
         new_window = jnp.concatenate([window, x[:, -(w - 1) :].astype(window.dtype)], axis=1)[:, -(w - 1) :]
@@ -92,9 +94,12 @@ def causal_conv1d_step(
     b, d = x.shape
     w = _check_filter(weight, bias, d, activation)
     check_shape("window", window, (b, w - 1, d), "(b, w-1, d)")
-    row = jnp.concatenate([window, x[:, None].astype(window.dtype)], axis=1)
-    y = _activate(_taps(row, weight, 1)[:, 0], bias, activation)
-    return y.astype(x.dtype), row[:, 1:]
+    taps = weight.astype(jnp.float32)
+    y = x.astype(jnp.float32) * taps[:, -1]
+    for k in range(w - 1):
+        y = y + window[:, k].astype(jnp.float32) * taps[:, k]
+    y = _activate(y, bias, activation)
+    return y.astype(x.dtype), jnp.concatenate([window[:, 1:], x[:, None].astype(window.dtype)], axis=1)
 
 
 def _check_filter(weight: Array, bias: Array | None, d: int, activation: str | None) -> int:
