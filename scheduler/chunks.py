@@ -12,6 +12,6 @@ def default_chunk_size(platform: str, layer: str, length: int) -> int:
     Returns:
         A power of two, no longer than needed to cover the block.
     """
-    best = {"mamba1": 128, "mamba2": 64} if platform == "cpu" else {"mamba1": 64, "mamba2": 256}
+    best = {"mamba1": 128, "mamba2": 64} if platform == "cpu" else {"mamba1": 32, "mamba2": 128}
     covering = 1 << max(length - 1, 0).bit_length()
     return min(best[layer], covering)
