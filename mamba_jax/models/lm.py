@@ -224,7 +224,10 @@ _step = jax.jit(decode_step)
 
 def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
     with jax.named_scope("embedding"):
-        rows = params.embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        # Tied to the tokens, the table changes with each turn of a decode loop: else XLA's CPU backend, which reads no
+        # 16-bit rows, moves a float32 copy of the whole table out of the loop.
+        table, tokens = jax.lax.optimization_barrier((params.embedding, tokens))
+        rows = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(jnp.float32) if params.config.residual_in_fp32 else rows
 
 
