@@ -1,10 +1,9 @@
 """`load`: from a folder or hub id to `Params`, strictly and without a second copy of the weights."""
 
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -18,6 +17,7 @@ from mamba_jax.checkpoints.keys import EMBEDDING, LM_HEAD, Layout, file_weights
 from mamba_jax.checkpoints.stored import StoredTensor
 from mamba_jax.config import MambaConfig
 from mamba_jax.params import Params, build_params
+from mamba_jax.progress import track
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -65,7 +65,7 @@ def load(
     config, text = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
     bad: list[str] = []
-    with _progress(f"Loading {folder.name}", sum(map(_nbytes, stored.values())), show) as advance:
+    with track(f"Loading {folder.name}", sum(map(_nbytes, stored.values())), in_bytes=True, show=show) as advance:
 
         def make(path: str, shape: tuple[int, ...], leaf_dtype: jnp.dtype) -> jax.Array:
             array = _convert(stored[path], leaf_dtype)
@@ -192,24 +192,3 @@ def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
 def _some(names: list[str]) -> str:
     rest = len(names) - _SHOWN
     return "; ".join(names[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
-
-
-@contextlib.contextmanager
-def _progress(label: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr with the time left; gives the function that advances it by bytes."""
-    if not show:
-        yield lambda _: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)

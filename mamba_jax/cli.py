@@ -3,13 +3,12 @@
 Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the command line, 130 interrupted.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -129,14 +128,11 @@ def generate(
         "tokenizer": tokenizer,
     }
     if not as_json and not no_stream:
-        with _working("Reading the prompt") as done:
-            for piece in mamba_jax.stream(params, text, **options):
-                done()
-                _write(piece)
+        for piece in mamba_jax.stream(params, text, **options):
+            _write(piece)
         _write("\n")
         return
-    with _working("Generating"):
-        result: Any = mamba_jax.generate(params, text, logprobs=as_json, **options)  # of one prompt: one Generation
+    result: Any = mamba_jax.generate(params, text, logprobs=as_json, **options)  # of one prompt: one Generation
     if as_json:
         names = ("tokens", "text", "logprobs", "finish_reason", "timings")
         _write_json({name: getattr(result, name) for name in names})
@@ -178,8 +174,7 @@ def score(
     if source is None:
         raise ValueError("tokenizer: there is none beside the weights; name one with --tokenizer PATH")
     loaded = load_tokenizer(source)
-    with _working("Scoring"):
-        result = mamba_jax.score(params, text, tokenizer=loaded)
+    result = mamba_jax.score(params, text, tokenizer=loaded)
     _print_score(result, loaded, as_json)
 
 
@@ -267,8 +262,7 @@ def convert(
     import mamba_jax
 
     params = _load(source, dtype)
-    with _working(f"Writing {target}"):
-        mamba_jax.save(params, target, layout=layout)
+    mamba_jax.save(params, target, layout=layout)
     sys.stderr.write(f"wrote {target}\n")
 
 
@@ -327,24 +321,6 @@ def _write(text: str) -> None:
 
 def _write_json(value: dict[str, Any]) -> None:
     _write(json.dumps(value, allow_nan=False) + "\n")
-
-
-@contextlib.contextmanager
-def _working(label: str) -> Iterator[Any]:
-    """Show on a terminal's stderr what is going on, and each program that compiles; gives a function that ends it."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-
-    from mamba_jax.programs import TABLE
-
-    with Console(stderr=True).status(label) as status:
-        TABLE.on_compile = lambda key: status.update(f"Compiling: {key}")
-        try:
-            yield status.stop
-        finally:
-            TABLE.on_compile = None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import numpy as np
 from mamba_jax import text as text_lib
 from mamba_jax.cache import MambaCache
 from mamba_jax.params import Params
-from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, program, read_prompts, without_text
+from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, compile_programs, program, read_prompts, without_text
+from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys
 from mamba_jax.scheduler.segments import plan_segments
 from mamba_jax.text import TextDecoder, Tokenizer
@@ -287,9 +288,12 @@ def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, r
     first = jax.block_until_ready(_state_after(params, request, request.rows))
     prefilled = time.perf_counter()
     rows, state = [_Row(request) for _ in request.rows], first
-    for tokens, scores, state in _run(params, request, first, rows, mode, exact_state=return_cache):  # noqa: B007
-        for row, row_tokens, row_scores in zip(rows, tokens, scores, strict=True):
-            row.push(row_tokens, row_scores)
+    blocks = _run(params, request, first, rows, mode, exact_state=return_cache)
+    with track("Generating", request.max_new_tokens, show=None if request.max_new_tokens > BLOCK else False) as advance:
+        for tokens, scores, state in blocks:  # noqa: B007
+            for row, row_tokens, row_scores in zip(rows, tokens, scores, strict=True):
+                row.push(row_tokens, row_scores)
+            advance(tokens.shape[1])
     for row in rows:
         row.finish()
     decode_s = time.perf_counter() - prefilled
@@ -314,6 +318,7 @@ def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, r
 
 
 def _stream(params: Params, request: Request) -> Iterator[str]:
+    compile_for(params, request)
     row = _Row(request)
     state = _state_after(params, request, request.rows)
     for tokens, logprobs, _ in _run(params, request, state, [row], "device", block=TEXT_BLOCK):
@@ -326,11 +331,10 @@ def _stream(params: Params, request: Request) -> Iterator[str]:
 def compile_for(params: Params, request: Request) -> None:
     """Compile what the request needs and the process does not have yet."""
     batch, longest = len(request.rows), max(len(row) for row in request.rows)
-    program("init", params, batch, 0)
-    for size in sorted(set(plan_segments(longest))):
-        program("prefill", params, batch, size)
+    wanted = [("init", batch, 0), *(("prefill", batch, size) for size in sorted(set(plan_segments(longest))))]
     if request.max_new_tokens:
-        program("decode", params, batch, BLOCK, sampling=request.on_device.sampler is not None)
+        wanted.append(("decode", batch, BLOCK))
+    compile_programs(params, wanted, sampling=request.on_device.sampler is not None)
 
 
 def _state_after(params: Params, request: Request, texts: list[list[int]], position: int = 0) -> DecodeState:

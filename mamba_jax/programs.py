@@ -7,7 +7,7 @@ another option compiles anything.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
 from mamba_jax.params import Params, TextInfo
+from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys, sample
 from mamba_jax.scheduler.chunks import default_chunk_size
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
@@ -174,25 +175,41 @@ def program(
         sampling: "decode" only: the program with sampling options instead of the greedy one.
         table: where programs are kept.
     """
+    key = _key(kind, params, batch, length, sampling)
+    return table.get(key, lambda: _lower(key, params, sampling))
+
+
+def compile_programs(
+    params: Params, wanted: Iterable[tuple[str, int, int]], *, sampling: bool = False, table: ProgramTable = TABLE
+) -> None:
+    """Compile those of the wanted programs, as (kind, batch, length), that the table lacks, with a bar."""
+    missing = [program for program in wanted if _key(program[0], params, *program[1:], sampling) not in table]
+    if not missing:
+        return
+    with track("Compiling", len(missing)) as advance:
+        for kind, batch, length in missing:
+            program(kind, params, batch, length, sampling=sampling, table=table)
+            advance(1)
+
+
+def _key(kind: str, params: Params, batch: int, length: int, sampling: bool) -> ProgramKey:
     sharding = params.embedding.sharding
     device = cast(Any, min(sharding.device_set, key=lambda d: cast(Any, d).id))  # jaxlib does not type devices
     scans = kind not in ("init", "decode")
-    chunk_size = default_chunk_size(device.platform, params.config.layer, length) if scans else 0
-    variant = ("sample" if sampling else "greedy") if kind == "decode" else ""
-    key = ProgramKey(
+    return ProgramKey(
         kind=kind,
         config=params.config,
         dtype=params.dtype.name,
         batch=batch,
         length=length,
-        chunk_size=chunk_size,
+        chunk_size=default_chunk_size(device.platform, params.config.layer, length) if scans else 0,
         placement=(device.platform, device.device_kind, sharding),
-        variant=variant,
+        variant=("sample" if sampling else "greedy") if kind == "decode" else "",
     )
-    return table.get(key, lambda: _lower(kind, params, batch, length, chunk_size, sampling))
 
 
-def _lower(kind: str, params: Params, batch: int, length: int, chunk_size: int, sampling: bool) -> jax.stages.Lowered:
+def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowered:
+    kind, batch, length, chunk_size = key.kind, key.batch, key.length, key.chunk_size
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
 
@@ -270,8 +287,11 @@ def segments(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, np.ndarray, n
 def read_prompts(params: Params, rows: Sequence[Sequence[int]]) -> tuple[MambaCache, Float[Array, "b v"]]:
     """Cache and next-token logits after each row, in memory that does not grow with the rows' lengths."""
     weights, batch = without_text(params), len(rows)
+    sizes = plan_segments(max(len(row) for row in rows))
     cache, logits = program("init", params, batch, 0)()
-    for _, tokens, lengths in segments(rows):
-        run = program("prefill", params, batch, tokens.shape[1])
-        cache, logits = run(weights, tokens, lengths, cache, logits)
+    with track("Reading", len(sizes), show=None if len(sizes) > 1 else False) as advance:
+        for _, tokens, lengths in segments(rows):
+            run = program("prefill", params, batch, tokens.shape[1])
+            cache, logits = run(weights, tokens, lengths, cache, logits)
+            advance(1)
     return cache, logits

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-import jax
 import numpy as np
 
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import program, segments, without_text
+from mamba_jax.programs import compile_programs, program, segments, without_text
+from mamba_jax.progress import track
+from mamba_jax.scheduler.segments import plan_segments
 from mamba_jax.text import Tokenizer
 
 BATCH = 8  # texts read together; longer ones first, so that neighbours are of like lengths
@@ -70,7 +71,7 @@ def score(
 
     scores = [
         Score(tokens=row, logprobs=[None, *logprobs[: len(row) - 1].tolist()])
-        for row, logprobs in zip(rows, _read(params, rows, segment), strict=True)
+        for row, logprobs in zip(rows, _read(params, rows, "score", segment), strict=True)
     ]
     return scores[0] if single else scores
 
@@ -106,23 +107,31 @@ def embed(
         del group, offset
         return program("embed", params, *tokens.shape)(weights, tokens, lengths, cache)
 
-    states = _read(params, rows, segment)
+    states = _read(params, rows, "embed", segment)
     return states[0] if single else states
 
 
-def _read(params: Params, rows: list[list[int]], segment: Callable[..., Any]) -> list[np.ndarray]:
+def _read(params: Params, rows: list[list[int]], kind: str, segment: Callable[..., Any]) -> list[np.ndarray]:
     """Run rows through `segment(group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
+    groups = list(_groups(rows))
+    plans = [plan_segments(len(rows[indices[0]])) for indices in groups]
+    wanted = {("init", len(indices), 0) for indices in groups}
+    wanted |= {(kind, len(indices), size) for indices, plan in zip(groups, plans, strict=True) for size in plan}
+    compile_programs(params, sorted(wanted))
     values: list[np.ndarray] = [np.empty(0)] * len(rows)
-    for indices in _groups(rows):
-        group = [rows[i] for i in indices]
-        cache, _ = program("init", params, len(group), 0)()
-        parts: list[jax.Array] = []
-        for offset, tokens, lengths in segments(group):
-            cache, part = segment(group, cache, offset, tokens, lengths)
-            parts.append(part)
-        joined = np.concatenate([np.asarray(part) for part in parts], axis=1)
-        for i, row in zip(indices, joined, strict=True):
-            values[i] = row[: len(rows[i])].copy()
+    total = sum(map(len, plans))
+    with track("Reading", total, show=None if total > 1 else False) as advance:
+        for indices in groups:
+            group = [rows[i] for i in indices]
+            cache, _ = program("init", params, len(group), 0)()
+            parts: list[np.ndarray] = []
+            for offset, tokens, lengths in segments(group):
+                cache, part = segment(group, cache, offset, tokens, lengths)
+                parts.append(np.asarray(part))
+                advance(1)
+            joined = np.concatenate(parts, axis=1)
+            for i, row in zip(indices, joined, strict=True):
+                values[i] = row[: len(rows[i])].copy()
     return values
 
 

@@ -62,12 +62,10 @@ class ProgramTable:
 
     Attributes:
         compilations: what was compiled, in order.
-        on_compile: called with each key before it compiles; for progress displays.
     """
 
     def __init__(self) -> None:
         self.compilations: list[Compilation] = []
-        self.on_compile: Callable[[ProgramKey], None] | None = None
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -84,8 +82,6 @@ class ProgramTable:
             return program
         with self._lock:
             if key not in self._programs:
-                if self.on_compile is not None:
-                    self.on_compile(key)
                 start = time.perf_counter()
                 self._programs[key] = lower().compile()
                 self.compilations.append(Compilation(key, time.perf_counter() - start))

@@ -55,14 +55,6 @@ def test_a_failed_compilation_leaves_nothing_behind():
     table.get(KEY, lower)
 
 
-def test_on_compile_sees_each_key_before_it_compiles():
-    table, seen = ProgramTable(), []
-    table.on_compile = seen.append
-    table.get(KEY, lower)
-    table.get(KEY, lower)
-    assert seen == [KEY]
-
-
 def test_programs_take_weights_as_arguments_and_donate_the_cache():
     params = tiny_params("mamba2", n_layer=1)
     text = program("decode", params, 1, 64, table=ProgramTable()).as_text()

@@ -1,0 +1,31 @@
+"""Bars on stderr with the time left, for what takes long: loading, compiling, reading long texts, long generations."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def track(
+    label: str, total: int, *, in_bytes: bool = False, show: bool | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show a bar, which a terminal takes away when the work is done; gives the function that advances it.
+
+    Args:
+        label: what is going on.
+        total: amount of work.
+        in_bytes: the amount is bytes, shown with their speed.
+        show: whether to show it; None does so where stderr is a terminal.
+    """
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not (terminal if show is None else show):
+        yield lambda _: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    amount = (bars.DownloadColumn(), bars.TransferSpeedColumn()) if in_bytes else (bars.MofNCompleteColumn(),)
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount, bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)
