@@ -135,7 +135,12 @@ def _streamed(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[A
     o, i = weight.shape
     parts = _divisor(i)
     weight = weight.reshape(o, parts, i // parts).astype(jnp.float32)
-    rows = rows.reshape(-1, parts, i // parts).astype(jnp.float32)
+    rows = rows.reshape(-1, parts, i // parts)
+    if rows.dtype == jnp.float16:
+        # A product with the identity makes XLA store the rows. It stores bfloat16 ones anyway, but what computes
+        # float16 ones it would fuse in here and do again for every row of the weight.
+        rows = jnp.stack([_contract(jnp.eye(parts), row.astype(jnp.float32), 1, 0) for row in rows])
+    rows = rows.astype(jnp.float32)
     ones = jnp.ones((i // parts, 1))
     columns = [_contract(sum(weight[:, k] * row[k] for k in range(parts)), ones, 1, 0) for row in rows]
     return jnp.concatenate(columns, axis=1).T

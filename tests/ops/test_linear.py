@@ -65,6 +65,21 @@ def test_decode_loop_holds_no_widened_copy_of_its_weights(dtype, rows):
     assert memory.temp_size_in_bytes < 1.5 * one_widened
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 1), ("float16", 1), ("float16", 4)])
+def test_what_computes_the_rows_is_not_done_again_for_every_output(dtype, rows):
+    """Fused into a product that reads each input many times, it would be: Mamba's gate made a float16 product slow."""
+    x, weight, _ = operands(rows, 256, 240, dtype)
+
+    def gated(x, gates, weight):
+        for gate in gates:
+            x = x * gate
+        return linear(x, weight)
+
+    gates = [x] * 8
+    cost = jax.jit(gated).lower(x, gates, weight).compile().cost_analysis()
+    assert cost["flops"] < 4 * rows * weight.size  # widen, multiply, add
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gradient(dtype, rows):
