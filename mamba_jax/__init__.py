@@ -7,7 +7,7 @@ from mamba_jax.checkpoints import load, save
 from mamba_jax.config import MambaConfig
 from mamba_jax.generate import Generation, generate, stream
 from mamba_jax.models import forward, prefill, step
-from mamba_jax.params import Params, TextInfo, init_params, param_shapes
+from mamba_jax.params import Params, TextInfo, cast_params, init_params, param_shapes
 from mamba_jax.scoring import Score, embed, score
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __all__ = [
     "Params",
     "Score",
     "TextInfo",
+    "cast_params",
     "default_model",
     "embed",
     "forward",

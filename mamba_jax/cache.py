@@ -1,8 +1,9 @@
 """The O(1) cache of a model: what a token leaves behind is one convolution window and one state a layer."""
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from mamba_jax.config import MambaConfig
@@ -49,4 +50,26 @@ def init_cache(
     return MambaCache(
         conv=tuple(jnp.zeros(window, dtype) for _ in range(c.n_layer)),
         ssm=tuple(jnp.zeros(state, state_dtype) for _ in range(c.n_layer)),
+    )
+
+
+def take_rows(cache: MambaCache, slots: ArrayLike) -> MambaCache:
+    """Rows of a cache, as a cache of their own; (r,) slots from 0 to `cache.batch` - 1."""
+    return jax.tree.map(lambda leaf: leaf[jnp.asarray(slots)], cache)
+
+
+def put_rows(cache: MambaCache, slots: ArrayLike, rows: MambaCache) -> MambaCache:
+    """Write rows into slots of a cache.
+
+    Args:
+        cache: the cache to write to (it is left as it was, unless donated).
+        slots: (r,) where each row goes; a slot below 0 or beyond the cache marks a dummy row, which goes nowhere.
+        rows: a cache of r rows.
+
+    Returns:
+        The cache with those rows replaced, and every other bit as it was.
+    """
+    at = jnp.asarray(slots)
+    return jax.tree.map(
+        lambda leaf, new: leaf.at[at].set(new.astype(leaf.dtype), mode="drop", wrap_negative_indices=False), cache, rows
     )

@@ -14,9 +14,17 @@ import jax
 import numpy as np
 
 from mamba_jax import text as text_lib
-from mamba_jax.cache import MambaCache
+from mamba_jax.cache import MambaCache, take_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import BLOCK, DecodeOptions, DecodeState, compile_programs, program, read_prompts, without_text
+from mamba_jax.programs import (
+    BLOCK,
+    DecodeOptions,
+    DecodeState,
+    compile_programs,
+    program,
+    program_weights,
+    read_prompts,
+)
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys
 from mamba_jax.scheduler.segments import plan_segments
@@ -79,6 +87,7 @@ class Request:
     """Prompts as ids and options as the programs take them.
 
     Attributes:
+        weights: the model as programs take it.
         rows: prompt ids, each row at least one.
         max_new_tokens: most tokens to generate.
         stop_ids: ids that end a row.
@@ -87,6 +96,7 @@ class Request:
         on_device: the options that the decode program reads.
     """
 
+    weights: Params
     rows: list[list[int]]
     max_new_tokens: int
     stop_ids: frozenset[int]
@@ -160,7 +170,7 @@ def generate(
     )
     rows, single, tokenizer = as_rows(params, prompt, tokenizer)
     request = make_request(params, rows, tokenizer, options)
-    results = _generate(params, request, mode, logprobs=logprobs, return_cache=return_cache)
+    results = _generate(request, mode, logprobs=logprobs, return_cache=return_cache)
     return results[0] if single else results
 
 
@@ -186,7 +196,7 @@ def stream(
         raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
     if tokenizer is None:
         raise ValueError("tokenizer: streaming text needs one, and the checkpoint has none beside its weights")
-    return _stream(params, make_request(params, rows, tokenizer, Options(**options)))
+    return _stream(make_request(params, rows, tokenizer, Options(**options)))
 
 
 def as_rows(
@@ -256,6 +266,7 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
     keys = row_keys(options.seed, batch)
     sampling = options.temperature > 0 or options.repetition_penalty != 1.0
     return Request(
+        weights=program_weights(params),
         rows=rows,
         max_new_tokens=int(options.max_new_tokens),
         stop_ids=frozenset(int(i) for i in stop_ids),
@@ -281,14 +292,14 @@ def _eos_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return params.text.eos_token_ids or (() if eos is None else (eos,))
 
 
-def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
+def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
     start = time.perf_counter()
-    compile_for(params, request)
+    compile_for(request)
     compiled = time.perf_counter()
-    first = jax.block_until_ready(_state_after(params, request, request.rows))
+    first = jax.block_until_ready(_state_after(request, request.rows))
     prefilled = time.perf_counter()
     rows, state = [_Row(request) for _ in request.rows], first
-    blocks = _run(params, request, first, rows, mode, exact_state=return_cache)
+    blocks = _run(request, first, rows, mode, exact_state=return_cache)
     with track("Generating", request.max_new_tokens, show=None if request.max_new_tokens > BLOCK else False) as advance:
         for tokens, scores, state in blocks:  # noqa: B007
             for row, row_tokens, row_scores in zip(rows, tokens, scores, strict=True):
@@ -310,36 +321,36 @@ def _generate(params: Params, request: Request, mode: Mode, *, logprobs: bool, r
             logprobs=row.logprobs if logprobs else None,
             finish_reason="stop" if row.stopped else "length",
             timings=timings,
-            cache=jax.tree.map(lambda x, i=i: x[i : i + 1], state.cache) if return_cache else None,
+            cache=take_rows(state.cache, np.array([i])) if return_cache else None,
             next_logits=state.logits[i] if return_cache else None,
         )
         for i, row in enumerate(rows)
     ]
 
 
-def _stream(params: Params, request: Request) -> Iterator[str]:
-    compile_for(params, request)
+def _stream(request: Request) -> Iterator[str]:
+    compile_for(request)
     row = _Row(request)
-    state = _state_after(params, request, request.rows)
-    for tokens, logprobs, _ in _run(params, request, state, [row], "device", block=TEXT_BLOCK):
+    state = _state_after(request, request.rows)
+    for tokens, logprobs, _ in _run(request, state, [row], "device", block=TEXT_BLOCK):
         if piece := row.push(tokens[0], logprobs[0]):
             yield piece
     if piece := row.finish():
         yield piece
 
 
-def compile_for(params: Params, request: Request) -> None:
+def compile_for(request: Request) -> None:
     """Compile what the request needs and the process does not have yet."""
     batch, longest = len(request.rows), max(len(row) for row in request.rows)
     wanted = [("init", batch, 0), *(("prefill", batch, size) for size in sorted(set(plan_segments(longest))))]
     if request.max_new_tokens:
         wanted.append(("decode", batch, BLOCK))
-    compile_programs(params, wanted, sampling=request.on_device.sampler is not None)
+    compile_programs(request.weights, wanted, sampling=request.on_device.sampler is not None)
 
 
-def _state_after(params: Params, request: Request, texts: list[list[int]], position: int = 0) -> DecodeState:
+def _state_after(request: Request, texts: list[list[int]], position: int = 0) -> DecodeState:
     """The decode state after texts of which the last `position` ids were generated."""
-    cache, logits = read_prompts(params, texts)
+    cache, logits = read_prompts(request.weights, texts)
     seen = None
     if request.on_device.sampler is not None:
         mask = np.zeros(logits.shape, bool)
@@ -407,7 +418,6 @@ class _Row:
 
 
 def _run(
-    params: Params,
     request: Request,
     state: DecodeState,
     rows: list[_Row],
@@ -418,17 +428,15 @@ def _run(
 ) -> Iterator[Block]:
     """Blocks of the request in the given mode; `rows`, fed by the caller, tell which rows the host has stopped."""
     if mode == "recompute":
-        return _recompute(params, request, state, rows)
+        return _recompute(request, state, rows)
     if mode == "host" or (exact_state and request.stop):  # nothing beyond a stop string may enter the cache
-        return _blocks(params, request, state, rows, block=1, depth=1)
-    return _blocks(params, request, state, rows, block=block or (TEXT_BLOCK if request.stop else BLOCK), depth=2)
+        return _blocks(request, state, rows, block=1, depth=1)
+    return _blocks(request, state, rows, block=block or (TEXT_BLOCK if request.stop else BLOCK), depth=2)
 
 
-def _blocks(
-    params: Params, request: Request, state: DecodeState, rows: list[_Row], *, block: int, depth: int
-) -> Iterator[Block]:
+def _blocks(request: Request, state: DecodeState, rows: list[_Row], *, block: int, depth: int) -> Iterator[Block]:
     """Run the decode program block after block, `depth` of them launched before the first is read."""
-    weights, left = without_text(params), request.max_new_tokens
+    weights, left = request.weights, request.max_new_tokens
     flying: collections.deque[tuple[int, jax.Array, jax.Array]] = collections.deque()
     stopped = np.zeros(len(rows), bool)
     while left or flying:
@@ -437,7 +445,7 @@ def _blocks(
                 stopped = now
                 state = dataclasses.replace(state, finished=_host(np.asarray(state.finished) | stopped))
             count = min(left, block)
-            run = program("decode", params, len(rows), BLOCK, sampling=request.on_device.sampler is not None)
+            run = program("decode", weights, len(rows), BLOCK, sampling=request.on_device.sampler is not None)
             state, tokens, logprobs = run(weights, state, request.on_device, np.array(count, np.int32))
             flying.append((count, tokens, logprobs))
             left -= count
@@ -447,13 +455,13 @@ def _blocks(
             return  # what still flies ends at once: its rows have finished
 
 
-def _recompute(params: Params, request: Request, state: DecodeState, rows: list[_Row]) -> Iterator[Block]:
+def _recompute(request: Request, state: DecodeState, rows: list[_Row]) -> Iterator[Block]:
     """One token at a time with no cache: the whole text is read again before each."""
     one = dataclasses.replace(request, max_new_tokens=1)
     for position in range(request.max_new_tokens):
         if position:
             texts = [prompt + row.tokens for prompt, row in zip(request.rows, rows, strict=True)]
-            state = _state_after(params, request, texts, position)
-        yield from _blocks(params, one, state, rows, block=1, depth=1)
+            state = _state_after(request, texts, position)
+        yield from _blocks(one, state, rows, block=1, depth=1)
         if all(row.stopped for row in rows):
             return

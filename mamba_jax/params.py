@@ -162,6 +162,15 @@ def param_shapes(config: MambaConfig, dtype: DTypeLike = jnp.float32) -> Params:
     return build_params(config, dtype, lambda _, shape, dt: jax.ShapeDtypeStruct(shape, dt))
 
 
+def cast_params(params: Params, dtype: DTypeLike) -> Params:
+    """The model with weights of another dtype; A_log, D and dt_bias stay float32."""
+
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        return jnp.asarray(leaf, jnp.float32 if path[-1].name in FLOAT32_FIELDS else dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
 def init_params(config: MambaConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
     """Random weights as mamba_ssm initialises them: A in [1, 16] (or 1..d_state), dt in [1e-3, 1e-1], scaled out_proj.
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
-from mamba_jax.params import Params, TextInfo
+from mamba_jax.params import FLOAT32_FIELDS, Params, TextInfo
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys, sample
 from mamba_jax.scheduler.chunks import default_chunk_size
@@ -216,7 +216,9 @@ def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowere
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), without_text(params))
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), program_weights(params)
+    )
     if kind == "init":
         return jax.jit(lambda: first_state(params, batch), out_shardings=replicated).lower()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
@@ -259,8 +261,18 @@ def _decode_arguments(params: Params, batch: int, sampling: bool) -> tuple[Decod
     return state, options, jnp.int32(0)
 
 
-def without_text(params: Params) -> Params:
-    """The model as programs take it: what a checkpoint says about text is no part of them."""
+def program_weights(params: Params) -> Params:
+    """The model as programs take it: what a checkpoint says about text is no part of them.
+
+    Raises:
+        ValueError: if a weight is no JAX array or not of the dtype its field has; the message names it.
+    """
+    float32 = jnp.dtype(jnp.float32)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        wanted = float32 if path[-1].name in FLOAT32_FIELDS else params.dtype
+        if not isinstance(leaf, jax.Array) or leaf.dtype != wanted:
+            name, got = jax.tree_util.keystr(path), f"{leaf.dtype} in a {type(leaf).__name__}"
+            raise ValueError(f"params{name}: got {got}, wanted {wanted} in a jax.Array (see mamba_jax.cast_params)")
     return dataclasses.replace(params, text=TextInfo())
 
 
@@ -284,14 +296,13 @@ def segments(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, np.ndarray, n
         offset += size
 
 
-def read_prompts(params: Params, rows: Sequence[Sequence[int]]) -> tuple[MambaCache, Float[Array, "b v"]]:
+def read_prompts(weights: Params, rows: Sequence[Sequence[int]]) -> tuple[MambaCache, Float[Array, "b v"]]:
     """Cache and next-token logits after each row, in memory that does not grow with the rows' lengths."""
-    weights, batch = without_text(params), len(rows)
-    sizes = plan_segments(max(len(row) for row in rows))
-    cache, logits = program("init", params, batch, 0)()
+    batch, sizes = len(rows), plan_segments(max(len(row) for row in rows))
+    cache, logits = program("init", weights, batch, 0)()
     with track("Reading", len(sizes), show=None if len(sizes) > 1 else False) as advance:
         for _, tokens, lengths in segments(rows):
-            run = program("prefill", params, batch, tokens.shape[1])
+            run = program("prefill", weights, batch, tokens.shape[1])
             cache, logits = run(weights, tokens, lengths, cache, logits)
             advance(1)
     return cache, logits

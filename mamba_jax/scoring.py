@@ -8,7 +8,7 @@ import numpy as np
 
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import compile_programs, program, segments, without_text
+from mamba_jax.programs import compile_programs, program, program_weights, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.segments import plan_segments
 from mamba_jax.text import Tokenizer
@@ -60,18 +60,18 @@ def score(
         ValueError: if an argument does not fit; the message names it.
     """
     rows, single, _ = as_rows(params, texts, tokenizer)
-    weights = without_text(params)
+    weights = program_weights(params)
 
     def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         targets = np.zeros_like(tokens)
         for i, row in enumerate(group):
             part = row[offset + 1 : offset + 1 + tokens.shape[1]]
             targets[i, : len(part)] = part
-        return program("score", params, *tokens.shape)(weights, tokens, targets, lengths, cache)
+        return program("score", weights, *tokens.shape)(weights, tokens, targets, lengths, cache)
 
     scores = [
         Score(tokens=row, logprobs=[None, *logprobs[: len(row) - 1].tolist()])
-        for row, logprobs in zip(rows, _read(params, rows, "score", segment), strict=True)
+        for row, logprobs in zip(rows, _read(weights, rows, "score", segment), strict=True)
     ]
     return scores[0] if single else scores
 
@@ -101,29 +101,29 @@ def embed(
         ValueError: if an argument does not fit; the message names it.
     """
     rows, single, _ = as_rows(params, texts, tokenizer)
-    weights = without_text(params)
+    weights = program_weights(params)
 
     def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         del group, offset
-        return program("embed", params, *tokens.shape)(weights, tokens, lengths, cache)
+        return program("embed", weights, *tokens.shape)(weights, tokens, lengths, cache)
 
-    states = _read(params, rows, "embed", segment)
+    states = _read(weights, rows, "embed", segment)
     return states[0] if single else states
 
 
-def _read(params: Params, rows: list[list[int]], kind: str, segment: Callable[..., Any]) -> list[np.ndarray]:
+def _read(weights: Params, rows: list[list[int]], kind: str, segment: Callable[..., Any]) -> list[np.ndarray]:
     """Run rows through `segment(group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
     groups = list(_groups(rows))
     plans = [plan_segments(len(rows[indices[0]])) for indices in groups]
     wanted = {("init", len(indices), 0) for indices in groups}
     wanted |= {(kind, len(indices), size) for indices, plan in zip(groups, plans, strict=True) for size in plan}
-    compile_programs(params, sorted(wanted))
+    compile_programs(weights, sorted(wanted))
     values: list[np.ndarray] = [np.empty(0)] * len(rows)
     total = sum(map(len, plans))
     with track("Reading", total, show=None if total > 1 else False) as advance:
         for indices in groups:
             group = [rows[i] for i in indices]
-            cache, _ = program("init", params, len(group), 0)()
+            cache, _ = program("init", weights, len(group), 0)()
             parts: list[np.ndarray] = []
             for offset, tokens, lengths in segments(group):
                 cache, part = segment(group, cache, offset, tokens, lengths)

@@ -332,3 +332,23 @@ def test_u82_u85_u86_long_prompts_use_the_programs_of_short_ones(params):
         layer="mamba2", vocab_size=50288, d_model=2560, n_layer=64, d_inner=5120, d_state=128, headdim=64
     )
     assert max(plan_segments(10**6)) * largest.in_proj_width < 2**31  # the widest tensor of the 2.7B model
+
+
+def test_u71_there_is_always_a_limit(params):
+    assert len(generate(params, PROMPTS[0], stop_token_ids=[]).tokens) == 128
+
+
+def test_u43_a_blanket_cast_is_refused_and_cast_params_keeps_what_must_stay(params):
+    blanket = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match=r"layers\[0\].dt_bias: got bfloat16 .* wanted float32"):
+        generate(blanket, PROMPTS[0])
+    cast = mamba_jax.cast_params(params, "bfloat16")
+    assert cast.layers[0].A_log.dtype == jnp.float32
+    np.testing.assert_array_equal(cast.layers[0].A_log, params.layers[0].A_log)
+    assert cast.layers[0].in_proj.dtype == jnp.bfloat16
+    generate(cast, PROMPTS[0], max_new_tokens=1)
+
+
+def test_weights_that_are_no_jax_arrays_are_refused(params):
+    with pytest.raises(ValueError, match=r"params.embedding: got float32 in a ndarray"):
+        generate(jax.tree.map(np.asarray, params), PROMPTS[0])

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mamba_jax import MambaConfig, Params, TextInfo, init_params
+from mamba_jax import MambaConfig, Params, TextInfo, cast_params, init_params
 
 KINDS = ("mamba1", "mamba2", "falcon", "mamba2-groups")
 
@@ -50,9 +50,4 @@ def tiny_params(
     )  # no weight left at 0 or 1
     lm_head = None if params.lm_head is None else 10 * params.lm_head
     params = dataclasses.replace(params, embedding=10 * params.embedding, lm_head=lm_head, text=text or TextInfo())
-    keep = {"dt_bias", "A_log", "D"}
-
-    def cast(path: Any, x: jax.Array) -> jax.Array:
-        return x if getattr(path[-1], "name", None) in keep else x.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return cast_params(params, dtype)

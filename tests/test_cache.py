@@ -1,0 +1,43 @@
+"""Caches: shapes, slots, rows that go nowhere."""
+
+import jax
+import numpy as np
+import pytest
+
+from mamba_jax import init_cache
+from mamba_jax.cache import put_rows, take_rows
+from tests.tiny import KINDS, tiny_config
+
+
+def filled(config, batch, seed):
+    leaves, structure = jax.tree.flatten(init_cache(config, batch, "float32"))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(structure, [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u08_dummy_rows_touch_no_slot(kind):
+    config = tiny_config(kind)
+    live, new = filled(config, 4, 0), filled(config, 5, 1)
+    got = put_rows(live, [0, 1, -1, 2, 9], new)
+    jax.tree.map(np.testing.assert_array_equal, take_rows(got, [3]), take_rows(live, [3]))
+    jax.tree.map(np.testing.assert_array_equal, take_rows(got, [0, 1, 2]), take_rows(new, [0, 1, 3]))
+    assert got.batch == 4
+
+
+def test_rows_taken_and_put_back_change_nothing():
+    cache = filled(tiny_config("mamba2"), 3, 0)
+    jax.tree.map(np.testing.assert_array_equal, put_rows(cache, [2, 0], take_rows(cache, [2, 0])), cache)
+
+
+def test_states_are_float32_unless_asked_otherwise():
+    config = tiny_config("mamba2")
+    assert {x.dtype.name for x in init_cache(config, 1).ssm} == {"float32"}
+    assert {x.dtype.name for x in init_cache(config, 1, state_dtype="bfloat16").ssm} == {"bfloat16"}
+    assert {x.dtype.name for x in init_cache(config, 1, "float16").conv} == {"float16"}
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_below_one_is_refused(batch):
+    with pytest.raises(ValueError, match=f"batch: got {batch}"):
+        init_cache(tiny_config("mamba1"), batch)
