@@ -12,6 +12,9 @@ def default_chunk_size(platform: str, layer: str, length: int) -> int:
     Returns:
         A power of two, no longer than needed to cover the block.
     """
-    best = {"mamba1": 128, "mamba2": 64} if platform == "cpu" else {"mamba1": 32, "mamba2": 128}
     covering = 1 << max(length - 1, 0).bit_length()
+    if platform == "cpu":  # one position fills its cores: Mamba-1's chunks only add work
+        best = {"mamba1": covering, "mamba2": 64}
+    else:
+        best = {"mamba1": 32, "mamba2": 128}
     return min(best[layer], covering)
