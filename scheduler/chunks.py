@@ -13,8 +13,6 @@ def default_chunk_size(platform: str, layer: str, length: int) -> int:
         A power of two, no longer than needed to cover the block.
     """
     covering = 1 << max(length - 1, 0).bit_length()
-    if platform == "cpu":  # one position fills its cores: Mamba-1's chunks only add work
-        best = {"mamba1": covering, "mamba2": 64}
-    else:
-        best = {"mamba1": 32, "mamba2": 128}
+    # One position of Mamba-1 fills a CPU's cores: chunks would only add work.
+    best = {"mamba1": covering, "mamba2": 64} if platform == "cpu" else {"mamba1": 32, "mamba2": 128}
     return min(best[layer], covering)
