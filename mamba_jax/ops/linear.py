@@ -149,12 +149,17 @@ def _streamed(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[A
 def _padded(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:
     """The CPU's form for several bfloat16 rows: the only one for which XLA calls a bfloat16 kernel.
 
-    That takes a row-major (i, r) right-hand side. A bare transpose would be folded back into the product; padding
-    it to whole vectors, at least one lane more, keeps it.
+    That takes a row-major right-hand side, for few rows the transposed rows, for many the transposed weight: whichever
+    costs less. A bare transpose would be folded back into the product; padding it to whole vectors, at least one lane
+    more, keeps it.
     """
-    r = rows.shape[0]
-    columns = jnp.pad(rows.T, ((0, 0), (0, _LANES - r % _LANES)))
-    return _contract(weight, columns, 1, 0)[:, :r].T
+    (r, i), o = rows.shape, weight.shape[0]
+    if r < min(i, o) // 2:
+        columns = jnp.pad(rows.T, ((0, 0), (0, _LANES - r % _LANES)))
+        return _contract(weight, columns, 1, 0)[:, :r].T
+    # Padded with an entry of the rows: with a constant XLA would transpose the weights of all layers beforehand.
+    columns = jax.lax.pad(weight.T, rows[0, 0], ((0, 0, 0), (0, _LANES - o % _LANES, 0)))
+    return _contract(rows, columns, 1, 0)[:, :o]
 
 
 def _widened(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Array, "r o"]:

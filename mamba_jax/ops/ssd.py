@@ -234,16 +234,14 @@ def _scan_chunks(
     """Run all chunks, in as many blocks as the platform wants."""
     b, c, g, r, q = inputs.dt.shape
     cpu, default = (-(-c // max(1, limit // (b * g * r * q * q))) for limit in (_CPU_BLOCK, _BLOCK))
-    if cpu == default:
-        return _scan_blocks(states, inputs, segment, D, blocks=cpu)
-    return jax.lax.platform_dependent(
-        states,
-        inputs,
-        segment,
-        D,
-        cpu=partial(_scan_blocks, blocks=cpu),
-        default=partial(_scan_blocks, blocks=default),
-    )
+
+    def widened(states: Array, inputs: _Inputs, *rest: Array | None) -> tuple[Array, Array]:
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)  # a CPU computes in float32 anyway
+        y, states = _scan_blocks(states, wide, *rest, blocks=cpu)
+        return y.astype(inputs.x.dtype), states
+
+    default_blocks = partial(_scan_blocks, blocks=default)
+    return jax.lax.platform_dependent(states, inputs, segment, D, cpu=widened, default=default_blocks)
 
 
 def _scan_blocks(
@@ -270,7 +268,18 @@ def _scan_blocks(
         states, y = _block(states, inputs, segment, D)
         return states, without_unit_axes(y)
 
-    states, y = jax.lax.scan(block, states, jax.tree.map(jax.vmap(without_unit_axes), whole))
+    def turn(carry: tuple[Array, Array], xs: tuple[Array, _Inputs, Array | None]) -> tuple[tuple[Array, Array], None]:
+        states, x = carry
+        i, others, segment = xs
+        at_i = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        states, y = block(states, (others._replace(x=at_i), segment))
+        return (states, jax.lax.dynamic_update_index_in_dim(x, y, i, 0)), None
+
+    # y takes the place of x block by block. As outputs of the loop it would need zeros to start from, and XLA's CPU
+    # backend writes those for all layers of a model before it computes the first.
+    others, segment = jax.tree.map(jax.vmap(without_unit_axes), whole)
+    turns = jnp.arange(blocks), others._replace(x=None), segment
+    (states, y), _ = jax.lax.scan(turn, (states, others.x), turns)
     y = jnp.moveaxis(y.reshape(blocks, b, k, g, q, r, -1), 0, 1)
     return y.reshape(b, blocks * k, *y.shape[3:])[:, :c], states
 
