@@ -1,0 +1,331 @@
+"""Time whole models: `python -m bench.engine [--model mamba2-130m] [--dtype float32] [--against transformers]`.
+
+Weights are random, of the published sizes (speed does not depend on their values). Decoding is timed as the difference
+of a long and a short generation after a prompt of 16 tokens, prefill as the time to the last position's logits and the
+cache. Contenders take turns, round after round, and a probe of the memory's read bandwidth stands before and after
+each timing: on a shared CPU a timing counts only if its two probes agree. Medians; compilation is timed apart.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mamba_jax
+from bench.models import PUBLISHED, random_params
+from mamba_jax.programs import compile_programs, program, program_weights, read_prompts
+from mamba_jax.scheduler.segments import plan_segments
+
+PROMPT = 16
+AGREE = 0.15  # largest relative difference of two probes around a timing that counts
+
+
+class Contender(Protocol):
+    """A model that can be timed."""
+
+    def decode(self, count: int) -> float:
+        """Seconds to generate `count` tokens after a short prompt, prompt included."""
+
+    def prefill(self, length: int) -> float:
+        """Seconds to read `length` tokens."""
+
+
+class Ours:
+    """mamba_jax."""
+
+    def __init__(self, name: str, dtype: str, batch: int) -> None:
+        self.params = program_weights(random_params(name, dtype))
+        self.batch = batch
+
+    def _prompts(self, length: int) -> list[list[int]]:
+        return np.random.default_rng(length).integers(0, 50277, (self.batch, length)).tolist()
+
+    def decode(self, count: int) -> float:
+        start = time.perf_counter()
+        mamba_jax.generate(self.params, self._prompts(PROMPT), max_new_tokens=count, stop_token_ids=[])
+        return time.perf_counter() - start
+
+    def prefill(self, length: int) -> float:
+        prompts = self._prompts(length)
+        start = time.perf_counter()
+        jax.block_until_ready(read_prompts(self.params, prompts))
+        return time.perf_counter() - start
+
+    def compile(self, lengths: list[int]) -> float:
+        """Seconds to compile what all timings need."""
+        sizes = {size for length in (PROMPT, *lengths) for size in plan_segments(length)}
+        wanted = [("init", self.batch, 0), ("decode", self.batch, 64), *(("prefill", self.batch, s) for s in sizes)]
+        start = time.perf_counter()
+        compile_programs(self.params, wanted)
+        return time.perf_counter() - start
+
+    def temporaries(self, length: int) -> int:
+        """Bytes of temporaries of the largest program that a prompt of this length runs."""
+        sizes = set(plan_segments(length))
+        plans = [program("prefill", self.params, self.batch, size).memory_analysis() for size in sizes]
+        return max(plan.temp_size_in_bytes for plan in plans)
+
+
+class Transformers:
+    """transformers on torch, two threads, its cached greedy generation."""
+
+    def __init__(self, name: str, dtype: str, batch: int) -> None:
+        import torch
+        import transformers
+
+        c = PUBLISHED[name]
+        shared: dict[str, Any] = {
+            "vocab_size": c.padded_vocab_size,
+            "hidden_size": c.d_model,
+            "state_size": c.d_state,
+            "num_hidden_layers": c.n_layer,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "eos_token_id": 0,
+        }
+        if c.layer == "mamba1":
+            model: Any = transformers.MambaForCausalLM(transformers.MambaConfig(**shared))
+        else:
+            heads: dict[str, Any] = {"num_heads": c.nheads, "head_dim": c.headdim, "n_groups": c.ngroups}
+            model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shared, **heads))
+        self.torch, self.batch = torch, batch
+        self.model = model.to(getattr(torch, dtype)).eval()
+
+    def _prompts(self, length: int) -> Any:
+        return self.torch.from_numpy(np.random.default_rng(length).integers(1, 50277, (self.batch, length)))
+
+    def decode(self, count: int) -> float:
+        ids = self._prompts(PROMPT)
+        start = time.perf_counter()
+        with self.torch.inference_mode():
+            self.model.generate(ids, min_new_tokens=count, max_new_tokens=count, do_sample=False)
+        return time.perf_counter() - start
+
+    def prefill(self, length: int) -> float:
+        ids = self._prompts(length)
+        start = time.perf_counter()
+        with self.torch.inference_mode():
+            self.model(ids, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - start
+
+
+@dataclasses.dataclass
+class Timing:
+    """One task of one contender: every run, and the probe bandwidths (GB/s) before and after it."""
+
+    contender: str
+    task: str
+    runs: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def kept(self) -> list[tuple[float, float]]:
+        """(seconds, probe) of the runs whose probes agree; of all runs if none does."""
+        good = [(s, (a + b) / 2) for s, a, b in self.runs if abs(a - b) <= AGREE * max(a, b)]
+        return good or [(s, (a + b) / 2) for s, a, b in self.runs]
+
+    @property
+    def seconds(self) -> float:
+        """Median."""
+        return statistics.median(s for s, _ in self.kept)
+
+    @property
+    def probe(self) -> float:
+        """Median read bandwidth around the kept runs, GB/s."""
+        return statistics.median(p for _, p in self.kept)
+
+
+def bandwidth_probe() -> Callable[[], float]:
+    """GB/s at which a large float32 matrix-vector product reads its matrix."""
+    rows = 50288 if jax.default_backend() == "cpu" else 1 << 20
+    matrix, vector = jnp.ones((rows, 768), jnp.float32), jnp.ones((768, 1), jnp.float32)
+    multiply = jax.jit(lambda m, v: m @ v)
+    jax.block_until_ready(multiply(matrix, vector))
+
+    def probe() -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(multiply(matrix, vector))
+            times.append(time.perf_counter() - start)
+        return matrix.nbytes / statistics.median(times) / 1e9
+
+    return probe
+
+
+def matmul_rate(dtype: str) -> float:
+    """TFLOP/s of a large square matrix product."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
+    multiply = jax.jit(functools.partial(jnp.matmul, precision="highest" if dtype == "float32" else None))
+    jax.block_until_ready(multiply(a, a))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(multiply(a, a))
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times) / 1e12
+
+
+def measure(
+    contenders: dict[str, Contender], lengths: list[int], new: tuple[int, int], rounds: int, probe: Callable[[], float]
+) -> list[Timing]:
+    """All timings, contenders taking turns."""
+    tasks: dict[str, Callable[[Contender], float]] = {
+        f"prefill {length}": functools.partial(lambda c, n: c.prefill(n), n=length) for length in lengths
+    }
+    tasks["decode"] = lambda c: (c.decode(new[1]) - c.decode(new[0])) / (new[1] - new[0])
+    timings = {(name, task): Timing(name, task) for task in tasks for name in contenders}
+    for name, task in timings:  # warm-up: first calls allocate and, for torch, choose kernels
+        tasks[task](contenders[name])
+    turns = [key for _ in range(rounds) for key in timings]
+    for name, task in track(turns, description="Timing", console=Console(stderr=True), transient=True):
+        before = probe()
+        seconds = tasks[task](contenders[name])
+        timings[name, task].runs.append((seconds, before, probe()))
+    return list(timings.values())
+
+
+def summarise(timings: list[Timing], ours: Ours, rate: float) -> list[dict[str, Any]]:
+    """A row for each timing: tokens per second, and what part of the machine's limits that is."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(ours.params))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(ours.params))
+    state = _state_bytes(ours)
+    rows = []
+    for timing in timings:
+        tokens = ours.batch * (1 if timing.task == "decode" else int(timing.task.split()[1]))
+        row = {
+            "contender": timing.contender,
+            "task": timing.task,
+            "seconds": timing.seconds,
+            "tokens_per_s": tokens / timing.seconds,
+            "probe_gb_s": timing.probe,
+            "kept": len(timing.kept),
+            "runs": timing.runs,
+        }
+        if timing.task == "decode":
+            row["bandwidth_share"] = (weights + 2 * state) / timing.seconds / 1e9 / timing.probe
+        else:
+            row["matmul_share"] = 2 * parameters * tokens / timing.seconds / 1e12 / rate
+            if timing.contender == "mamba_jax":
+                row["temporaries_bytes"] = ours.temporaries(int(timing.task.split()[1]))
+        rows.append(row)
+    return rows
+
+
+def _state_bytes(ours: Ours) -> int:
+    cache = jax.eval_shape(lambda: mamba_jax.init_cache(ours.params.config, ours.batch, ours.params.dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table."""
+    table = Table(title=f"{report['device']}, {report['date']}")
+    for column in ("model", "dtype", "batch", "task", "contender", "ms", "tokens/s", "share of limit", "probe GB/s"):
+        table.add_column(column, justify="right" if column not in ("model", "task", "contender") else "left")
+    for run in report["runs"]:
+        for row in run["rows"]:
+            share = row.get("bandwidth_share", row.get("matmul_share"))
+            what = (run["model"], run["dtype"], str(run["batch"]), row["task"], row["contender"])
+            speed = (f"{row['seconds'] * 1e3:.2f}", f"{row['tokens_per_s']:.1f}")
+            table.add_row(*what, *speed, f"{share:.0%}", f"{row['probe_gb_s']:.1f}")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of tokens per second, a panel for each task."""
+    import matplotlib.pyplot as plt
+
+    rows = [{**row, "label": f"{run['model']}\n{run['dtype']}"} for run in report["runs"] for row in run["rows"]]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, panels = plt.subplots(1, len(tasks), figsize=(4.5 * len(tasks), 4.5), squeeze=False, layout="constrained")
+    for panel, task in zip(panels[0], tasks, strict=True):
+        labels = list(dict.fromkeys(row["label"] for row in rows))
+        names = list(dict.fromkeys(row["contender"] for row in rows))
+        for i, name in enumerate(names):
+            found = {r["label"]: r["tokens_per_s"] for r in rows if r["contender"] == name and r["task"] == task}
+            places = np.arange(len(labels)) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
+            bars = panel.bar(places, [found.get(label, 0) for label in labels], 0.8 / len(names), label=name)
+            panel.bar_label(bars, fmt="{:.0f}", fontsize=8)
+        panel.set_xticks(np.arange(len(labels)), labels, fontsize=8)
+        panel.set_ylabel("tokens per second")
+        panel.set_title(task)
+    panels[0][-1].legend()
+    figure.suptitle(f"{report['device']}, {report['date']}")
+    figure.savefig(path, dpi=120)
+
+
+def device_name() -> str:
+    """The device as a person would name it."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PUBLISHED)}.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    prefill: Annotated[list[int] | None, typer.Option(help="Prompt lengths.")] = None,
+    new: Annotated[tuple[int, int], typer.Option(help="Short and long generation.")] = (32, 96),
+    batch: int = 1,
+    rounds: int = 5,
+    against: Literal["transformers", "none"] = "none",
+    out: Annotated[Path | None, typer.Option("--json", help="Write the report.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+) -> None:
+    """Time whole models with random weights."""
+    lengths = prefill or [512, 2048]
+    probe = bandwidth_probe()
+    packages = ("jax", "jaxlib", *(("torch", "transformers") if against == "transformers" else ()))
+    report: dict[str, Any] = {
+        "device": device_name(),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "command": f"python -m bench.engine {' '.join(sys.argv[1:])}",
+        "runs": [],
+    }
+    for name in model or ["mamba2-130m"]:
+        for kind in dtype or ["float32"]:
+            ours = Ours(name, kind, batch)
+            compile_s = ours.compile(lengths)
+            contenders: dict[str, Contender] = {"mamba_jax": ours}
+            if against == "transformers":
+                contenders["transformers"] = Transformers(name, kind, batch)
+            rate = matmul_rate(kind)
+            timings = measure(contenders, lengths, new, rounds, probe)
+            rows = summarise(timings, ours, rate)
+            facts = {"model": name, "dtype": kind, "batch": batch, "compile_s": compile_s, "matmul_tflop_s": rate}
+            report["runs"].append({**facts, "rows": rows})
+            if out is not None:
+                out.write_text(json.dumps(report, indent=1))
+    show(report)
+    if plot is not None:
+        draw(report, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)
