@@ -27,7 +27,7 @@ from mamba_jax.ops.ssd import ssd, ssd_step
 # (out, in) of the 130M models' weights: Mamba-2's in_proj, out_proj and head.
 MATRICES = ((3352, 768), (768, 1536), (50288, 768))
 DTYPES = ("float32", "bfloat16", "float16")
-STREAM_BYTES = 256 << 20  # weights that a matvec case reads, more than caches hold
+STREAM_BYTES = 128 << 20  # weights that a matvec case reads, more than caches hold
 STEPS = 64
 
 
