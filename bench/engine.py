@@ -1,7 +1,7 @@
 """Time whole models: `python -m bench.engine [--model mamba2-130m] [--dtype float32] [--against transformers]`.
 
 Weights are random, of the published sizes (speed does not depend on their values). Decoding is timed as the difference
-of a long and a short generation after a prompt of 16 tokens, prefill as the time to the last position's logits and the
+of a long and a short generation, prefill as the time to the last position's logits and the
 cache. Contenders take turns, round after round, and a probe of the memory's read bandwidth stands before and after
 each timing: on a shared CPU a timing counts only if its two probes agree. Medians; compilation is timed apart.
 """
@@ -34,7 +34,6 @@ from bench.models import PUBLISHED, random_params
 from mamba_jax.programs import compile_programs, program, program_weights, read_prompts
 from mamba_jax.scheduler.segments import plan_segments
 
-PROMPT = 16
 AGREE = 0.15  # largest relative difference of two probes around a timing that counts
 
 
@@ -42,7 +41,7 @@ class Contender(Protocol):
     """A model that can be timed."""
 
     def decode(self, count: int) -> float:
-        """Seconds to generate `count` tokens after a short prompt, prompt included."""
+        """Seconds to generate `count` tokens, plus what does not depend on `count`."""
 
     def prefill(self, length: int) -> float:
         """Seconds to read `length` tokens."""
@@ -51,17 +50,16 @@ class Contender(Protocol):
 class Ours:
     """mamba_jax."""
 
-    def __init__(self, name: str, dtype: str, batch: int) -> None:
+    def __init__(self, name: str, dtype: str, batch: int, prompt: int) -> None:
         self.params = program_weights(random_params(name, dtype))
-        self.batch = batch
+        self.batch, self.prompt = batch, prompt
 
     def _prompts(self, length: int) -> list[list[int]]:
         return np.random.default_rng(length).integers(0, 50277, (self.batch, length)).tolist()
 
     def decode(self, count: int) -> float:
-        start = time.perf_counter()
-        mamba_jax.generate(self.params, self._prompts(PROMPT), max_new_tokens=count, stop_token_ids=[])
-        return time.perf_counter() - start
+        result = mamba_jax.generate(self.params, self._prompts(self.prompt), max_new_tokens=count, stop_token_ids=[])
+        return result[0].timings["decode_s"]
 
     def prefill(self, length: int) -> float:
         prompts = self._prompts(length)
@@ -71,7 +69,7 @@ class Ours:
 
     def compile(self, lengths: list[int]) -> float:
         """Seconds to compile what all timings need."""
-        sizes = {size for length in (PROMPT, *lengths) for size in plan_segments(length)}
+        sizes = {size for length in (self.prompt, *lengths) for size in plan_segments(length)}
         wanted = [("init", self.batch, 0), ("decode", self.batch, 64), *(("prefill", self.batch, s) for s in sizes)]
         start = time.perf_counter()
         compile_programs(self.params, wanted)
@@ -87,7 +85,7 @@ class Ours:
 class Transformers:
     """transformers on torch, two threads, its cached greedy generation."""
 
-    def __init__(self, name: str, dtype: str, batch: int) -> None:
+    def __init__(self, name: str, dtype: str, batch: int, prompt: int) -> None:
         import torch
         import transformers
 
@@ -106,14 +104,14 @@ class Transformers:
         else:
             heads: dict[str, Any] = {"num_heads": c.nheads, "head_dim": c.headdim, "n_groups": c.ngroups}
             model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shared, **heads))
-        self.torch, self.batch = torch, batch
+        self.torch, self.batch, self.prompt = torch, batch, prompt
         self.model = model.to(getattr(torch, dtype)).eval()
 
     def _prompts(self, length: int) -> Any:
         return self.torch.from_numpy(np.random.default_rng(length).integers(1, 50277, (self.batch, length)))
 
     def decode(self, count: int) -> float:
-        ids = self._prompts(PROMPT)
+        ids = self._prompts(self.prompt)
         start = time.perf_counter()
         with self.torch.inference_mode():
             self.model.generate(ids, min_new_tokens=count, max_new_tokens=count, do_sample=False)
@@ -290,6 +288,7 @@ def main(
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     prefill: Annotated[list[int] | None, typer.Option(help="Prompt lengths.")] = None,
     new: Annotated[tuple[int, int], typer.Option(help="Short and long generation.")] = (32, 96),
+    prompt: Annotated[int, typer.Option(help="Tokens before those that are decoded.")] = 16,
     batch: int = 1,
     rounds: int = 5,
     against: Literal["transformers", "none"] = "none",
@@ -310,15 +309,22 @@ def main(
     }
     for name in model or ["mamba2-130m"]:
         for kind in dtype or ["float32"]:
-            ours = Ours(name, kind, batch)
+            ours = Ours(name, kind, batch, prompt)
             compile_s = ours.compile(lengths)
             contenders: dict[str, Contender] = {"mamba_jax": ours}
             if against == "transformers":
-                contenders["transformers"] = Transformers(name, kind, batch)
+                contenders["transformers"] = Transformers(name, kind, batch, prompt)
             rate = matmul_rate(kind)
             timings = measure(contenders, lengths, new, rounds, probe)
             rows = summarise(timings, ours, rate)
-            facts = {"model": name, "dtype": kind, "batch": batch, "compile_s": compile_s, "matmul_tflop_s": rate}
+            facts = {
+                "model": name,
+                "dtype": kind,
+                "batch": batch,
+                "prompt": prompt,
+                "compile_s": compile_s,
+                "matmul_tflop_s": rate,
+            }
             report["runs"].append({**facts, "rows": rows})
             if out is not None:
                 out.write_text(json.dumps(report, indent=1))

@@ -7,7 +7,7 @@ another option compiles anything.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -164,7 +164,7 @@ def _keep_finished(finished: Bool[Array, "b"], old: Array, new: Array) -> Array:
 
 def program(
     kind: str, params: Params, batch: int, length: int, *, sampling: bool = False, table: ProgramTable = TABLE
-) -> Callable[..., Any]:
+) -> jax.stages.Compiled:
     """The compiled program of a kind for this model's shape, from the table.
 
     Args:
