@@ -58,8 +58,9 @@ class Ours:
         return np.random.default_rng(length).integers(0, 50277, (self.batch, length)).tolist()
 
     def decode(self, count: int) -> float:
-        result = mamba_jax.generate(self.params, self._prompts(self.prompt), max_new_tokens=count, stop_token_ids=[])
-        return result[0].timings["decode_s"]
+        prompts = self._prompts(self.prompt)
+        results: Any = mamba_jax.generate(self.params, prompts, max_new_tokens=count, stop_token_ids=[])
+        return results[0].timings["decode_s"]
 
     def prefill(self, length: int) -> float:
         prompts = self._prompts(length)
@@ -78,7 +79,7 @@ class Ours:
     def temporaries(self, length: int) -> int:
         """Bytes of temporaries of the largest program that a prompt of this length runs."""
         sizes = set(plan_segments(length))
-        plans = [program("prefill", self.params, self.batch, size).memory_analysis() for size in sizes]
+        plans: Any = [program("prefill", self.params, self.batch, size).memory_analysis() for size in sizes]
         return max(plan.temp_size_in_bytes for plan in plans)
 
 

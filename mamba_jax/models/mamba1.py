@@ -52,8 +52,7 @@ def mamba1_mixer(
             lengths=lengths,
             segment_ids=segment_ids,
         )
-    with jax.named_scope("out_proj"):
-        return linear(y, layer.out_proj, layer.out_proj_bias), conv_state, ssm_state
+    return _project(layer, config, y), conv_state, ssm_state
 
 
 def mamba1_step(
@@ -74,8 +73,7 @@ def mamba1_step(
         y, ssm_state = selective_scan_step(
             x, dt, -jnp.exp(layer.A_log), B, C, ssm_state, D=layer.D, z=z, dt_bias=layer.dt_bias, dt_softplus=True
         )
-    with jax.named_scope("out_proj"):
-        return linear(y, layer.out_proj, layer.out_proj_bias), conv_state, ssm_state
+    return _project(layer, config, y), conv_state, ssm_state
 
 
 def _select(layer: Mamba1Layer, config: MambaConfig, x: Array) -> tuple[Array, Array, Array]:
@@ -84,3 +82,10 @@ def _select(layer: Mamba1Layer, config: MambaConfig, x: Array) -> tuple[Array, A
     if config.bcdt_norm_eps is not None:
         dt, B, C = (rms_norm(t, None, config.bcdt_norm_eps) for t in (dt, B, C))
     return linear(dt, layer.dt_proj), B, C
+
+
+def _project(layer: Mamba1Layer, config: MambaConfig, y: Array) -> Array:
+    """out_proj; a float32 residual takes the product as it is, not rounded to the weights' dtype first."""
+    with jax.named_scope("out_proj"):
+        out_dtype = jnp.float32 if config.residual_in_fp32 else None
+        return linear(y, layer.out_proj, layer.out_proj_bias, out_dtype=out_dtype)

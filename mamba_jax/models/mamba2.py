@@ -114,4 +114,6 @@ def _gate_and_project(layer: Mamba2Layer, config: MambaConfig, y: Array, z: Arra
                 norm_before_gate=config.norm_before_gate,
             )
     with jax.named_scope("out_proj"):
-        return linear(y, layer.out_proj, layer.out_proj_bias)
+        # A float32 residual takes the product as it is, not rounded to the weights' dtype first.
+        out_dtype = jnp.float32 if config.residual_in_fp32 else None
+        return linear(y, layer.out_proj, layer.out_proj_bias, out_dtype=out_dtype)
