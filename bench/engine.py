@@ -1,9 +1,10 @@
 """Time whole models: `python -m bench.engine [--model mamba2-130m] [--dtype float32] [--against transformers]`.
 
 Weights are random, of the published sizes (speed does not depend on their values). Decoding is timed as the difference
-of a long and a short generation, prefill as the time to the last position's logits and the
-cache. Contenders take turns, round after round, and a probe of the memory's read bandwidth stands before and after
-each timing: on a shared CPU a timing counts only if its two probes agree. Medians; compilation is timed apart.
+of a long and a short generation, prefill as the time to the last position's logits and the cache, from ids on the host;
+for a prompt of one segment the compiled program is also timed alone ("program_seconds" in the report). Contenders take
+turns, round after round, and a probe of the memory's read bandwidth stands before and after each timing: on a shared
+CPU a timing counts only if its two probes agree. Medians; compilation is timed apart.
 """
 
 import dataclasses
@@ -67,6 +68,19 @@ class Ours:
         start = time.perf_counter()
         jax.block_until_ready(read_prompts(self.params, prompts))
         return time.perf_counter() - start
+
+    def segment(self, length: int) -> float:
+        """Seconds of the compiled program alone that reads `length` tokens, its arguments on the device."""
+        run = program("prefill", self.params, self.batch, length)
+        tokens, lengths = jnp.asarray(self._prompts(length), jnp.int32), jnp.full(self.batch, length, jnp.int32)
+        state = program("init", self.params, self.batch, 0)()
+        times = []
+        for _ in range(10):
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            state = jax.block_until_ready(run(self.params, tokens, lengths, *state))
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     def compile(self, lengths: list[int]) -> float:
         """Seconds to compile what all timings need."""
@@ -224,7 +238,10 @@ def summarise(timings: list[Timing], ours: Ours, rate: float) -> list[dict[str, 
         else:
             row["matmul_share"] = 2 * parameters * tokens / timing.seconds / 1e12 / rate
             if timing.contender == "mamba_jax":
-                row["temporaries_bytes"] = ours.temporaries(int(timing.task.split()[1]))
+                length = int(timing.task.split()[1])
+                row["temporaries_bytes"] = ours.temporaries(length)
+                if plan_segments(length) == (length,):
+                    row["program_seconds"] = ours.segment(length)
         rows.append(row)
     return rows
 
