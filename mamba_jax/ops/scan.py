@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.ops.axes import pad_axis
+from mamba_jax.ops.axes import pad_axis, scan_like
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
@@ -229,7 +229,8 @@ def _scan_positions(
         return jax.lax.scan(lambda state, at: _recur(state, at, A), states, xs, unroll=min(_UNROLL, xs.dt.shape[0]))
 
     b, c, *_ = states.shape
-    ends, y = jax.lax.scan(stretch, states.reshape(*_rows(b * c), *A.shape), jax.tree.map(_to_stretches, inputs))
+    xs = jax.tree.map(_to_stretches, inputs)
+    ends, y = scan_like(xs.xdt, stretch, states.reshape(*_rows(b * c), *A.shape), xs)
     return ends.reshape(states.shape), _from_stretches(y, inputs.dt.shape)
 
 

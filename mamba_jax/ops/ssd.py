@@ -13,13 +13,13 @@ multiples of 1/64, which add up exactly in any order, and small rests.
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.ops.axes import pad_axis, without_unit_axes
+from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.linear import einsum
@@ -263,23 +263,13 @@ def _scan_blocks(
     whole = jax.tree.map(cut, (inputs, segment))
 
     @jax.checkpoint
-    def block(states: Array, xs: Any) -> tuple[Array, Array]:
+    def block(states: Array, xs: tuple[_Inputs, Array | None]) -> tuple[Array, Array]:
         inputs, segment = jax.tree.map(lambda a, like: a.reshape(like.shape[1:]), xs, whole)
         states, y = _block(states, inputs, segment, D)
         return states, without_unit_axes(y)
 
-    def turn(carry: tuple[Array, Array], xs: tuple[Array, _Inputs, Array | None]) -> tuple[tuple[Array, Array], None]:
-        states, x = carry
-        i, others, segment = xs
-        at_i = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-        states, y = block(states, (others._replace(x=at_i), segment))
-        return (states, jax.lax.dynamic_update_index_in_dim(x, y, i, 0)), None
-
-    # y takes the place of x block by block. As outputs of the loop it would need zeros to start from, and XLA's CPU
-    # backend writes those for all layers of a model before it computes the first.
-    others, segment = jax.tree.map(jax.vmap(without_unit_axes), whole)
-    turns = jnp.arange(blocks), others._replace(x=None), segment
-    (states, y), _ = jax.lax.scan(turn, (states, others.x), turns)
+    xs = jax.tree.map(jax.vmap(without_unit_axes), whole)
+    states, y = scan_like(xs[0].x, block, states, xs)
     y = jnp.moveaxis(y.reshape(blocks, b, k, g, q, r, -1), 0, 1)
     return y.reshape(b, blocks * k, *y.shape[3:])[:, :c], states
 
