@@ -4,6 +4,7 @@ Everything is a pure function of `Params`; layers are unrolled, since a scan ove
 weights every step (docs/design.md, "Layers").
 """
 
+import functools
 from typing import Literal, TypedDict
 
 import jax
@@ -13,11 +14,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.cache import MambaCache, init_cache
+from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
-from mamba_jax.params import Mamba1Layer, Params
+from mamba_jax.params import Layer, Mamba1Layer, Params
 from mamba_jax.scheduler.chunks import default_chunk_size
 
 
@@ -57,20 +59,14 @@ def hidden_states(
     inputs: list[Array] = []
     conv: list[Array] = []
     ssm: list[Array] = []
+    scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             inputs.append(residual.astype(params.dtype))
-            u = _block_norm(params, residual, layer.norm, layer.norm_bias)
-            states = cache.conv[i], cache.ssm[i]
-            scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
-            if isinstance(layer, Mamba1Layer):
-                y, conv_state, ssm_state = mamba1_mixer(layer, config, u, *states, **scan)
-            else:
-                y, conv_state, ssm_state = mamba2_mixer(layer, config, u, *states, **scan)
-            residual = residual + y.astype(residual.dtype)
-            conv.append(conv_state.astype(cache.conv[i].dtype))
-            ssm.append(ssm_state.astype(cache.ssm[i].dtype))
-    hidden = _block_norm(params, residual, params.norm_f, params.norm_f_bias)
+            residual, conv_state, ssm_state = _read_layer(layer, config, residual, cache.conv[i], cache.ssm[i], **scan)
+            conv.append(conv_state)
+            ssm.append(ssm_state)
+    hidden = _block_norm(config, residual, params.norm_f, params.norm_f_bias)
     return hidden, MambaCache(conv=tuple(conv), ssm=tuple(ssm)), tuple(inputs)
 
 
@@ -82,16 +78,10 @@ def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> t
     ssm: list[Array] = []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            u = _block_norm(params, residual, layer.norm, layer.norm_bias)
-            states = cache.conv[i], cache.ssm[i]
-            if isinstance(layer, Mamba1Layer):
-                y, conv_state, ssm_state = mamba1_step(layer, config, u, *states)
-            else:
-                y, conv_state, ssm_state = mamba2_step(layer, config, u, *states)
-            residual = residual + y.astype(residual.dtype)
-            conv.append(conv_state.astype(cache.conv[i].dtype))
-            ssm.append(ssm_state.astype(cache.ssm[i].dtype))
-    hidden = _block_norm(params, residual, params.norm_f, params.norm_f_bias)
+            residual, conv_state, ssm_state = _step_layer(layer, config, residual, cache.conv[i], cache.ssm[i])
+            conv.append(conv_state)
+            ssm.append(ssm_state)
+    hidden = _block_norm(config, residual, params.norm_f, params.norm_f_bias)
     return head(params, hidden), MambaCache(conv=tuple(conv), ssm=tuple(ssm))
 
 
@@ -231,11 +221,49 @@ def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
         return rows.astype(jnp.float32) if params.config.residual_in_fp32 else rows
 
 
-def _block_norm(params: Params, residual: Array, weight: Array, bias: Array | None) -> Array:
+# Compiled functions of one layer: layers of one shape are traced once. XLA inlines them where they are called.
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
+def _read_layer(
+    layer: Layer,
+    config: MambaConfig,
+    residual: Float[Array, "b l m"],
+    conv: Float[Array, "b w-1 channels"],
+    ssm: Float[Array, "b ..."],
+    *,
+    lengths: Int[Array, "b"] | None,
+    segment_ids: Int[Array, "b l"] | None,
+    chunk_size: int,
+) -> tuple[Array, Array, Array]:
+    u = _block_norm(config, residual, layer.norm, layer.norm_bias)
+    scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
+    if isinstance(layer, Mamba1Layer):
+        y, new_conv, new_ssm = mamba1_mixer(layer, config, u, conv, ssm, **scan)
+    else:
+        y, new_conv, new_ssm = mamba2_mixer(layer, config, u, conv, ssm, **scan)
+    return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _step_layer(
+    layer: Layer,
+    config: MambaConfig,
+    residual: Float[Array, "b m"],
+    conv: Float[Array, "b w-1 channels"],
+    ssm: Float[Array, "b ..."],
+) -> tuple[Array, Array, Array]:
+    u = _block_norm(config, residual, layer.norm, layer.norm_bias)
+    if isinstance(layer, Mamba1Layer):
+        y, new_conv, new_ssm = mamba1_step(layer, config, u, conv, ssm)
+    else:
+        y, new_conv, new_ssm = mamba2_step(layer, config, u, conv, ssm)
+    return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
+
+
+def _block_norm(config: MambaConfig, residual: Array, weight: Array, bias: Array | None) -> Array:
     with jax.named_scope("norm"):
-        if params.config.block_norm == "layer":
-            return layer_norm(residual, weight, bias, params.config.norm_eps).astype(params.dtype)
-        return rms_norm(residual, weight, params.config.norm_eps).astype(params.dtype)
+        if config.block_norm == "layer":
+            return layer_norm(residual, weight, bias, config.norm_eps).astype(weight.dtype)
+        return rms_norm(residual, weight, config.norm_eps).astype(weight.dtype)
 
 
 def _check_block(
