@@ -8,6 +8,7 @@ from mamba_jax.config import MambaConfig
 from mamba_jax.generate import Generation, generate, stream
 from mamba_jax.models import forward, prefill, step
 from mamba_jax.params import Params, TextInfo, cast_params, init_params, param_shapes
+from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scoring import Score, embed, score
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "cast_params",
     "default_model",
     "embed",
+    "enable_compilation_cache",
     "forward",
     "generate",
     "init_cache",

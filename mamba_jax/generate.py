@@ -32,6 +32,7 @@ from mamba_jax.text import TextDecoder, Tokenizer
 
 TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
 
+_TOKENIZER = "pass the argument tokenizer (command line: --tokenizer PATH)"
 _PROMPT = "wanted a string, token ids, or a list of either"
 
 Prompt = str | Sequence[int]
@@ -59,8 +60,8 @@ class Generation:
     logprobs: list[float] | None
     finish_reason: Literal["stop", "length"]
     timings: dict[str, float]
-    cache: MambaCache | None = None
-    next_logits: jax.Array | None = None
+    cache: MambaCache | None = dataclasses.field(default=None, repr=False)
+    next_logits: jax.Array | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,7 @@ def stream(
     if not single:
         raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
     if tokenizer is None:
-        raise ValueError("tokenizer: streaming text needs one, and the checkpoint has none beside its weights")
+        raise ValueError(f"tokenizer: streaming text needs one, and the checkpoint has none beside it: {_TOKENIZER}")
     return _stream(make_request(params, rows, tokenizer, Options(**options)))
 
 
@@ -218,7 +219,7 @@ def as_rows(
 def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError("prompt: got text, but the checkpoint has no tokenizer beside it; pass tokenizer=")
+            raise ValueError(f"prompt: got text, but the checkpoint has no tokenizer beside it: {_TOKENIZER}")
         ids = text_lib.encode(tokenizer, prompt)
     elif isinstance(prompt, Sequence | np.ndarray) and all(_is_integer(i) for i in prompt):
         ids = [int(i) for i in prompt]
@@ -245,7 +246,7 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
     stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     text_lib.StopStrings(stop)  # raises where one is empty or no string
     if stop and tokenizer is None:
-        raise ValueError("stop: stop strings need a tokenizer, and the checkpoint has none beside it; pass tokenizer=")
+        raise ValueError(f"stop: stop strings need a tokenizer, and the checkpoint has none beside it: {_TOKENIZER}")
     batch, vocab = len(rows), params.config.padded_vocab_size
     stop_ids = _eos_ids(params, tokenizer) if options.stop_token_ids is None else options.stop_token_ids
     if not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):

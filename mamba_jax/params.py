@@ -89,6 +89,11 @@ class Params:
         """Dtype of the weights and of the activations between layers."""
         return self.embedding.dtype
 
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self)
+        count = sum(getattr(leaf, "size", 0) for leaf in leaves)
+        return f"Params({len(leaves)} weights, {count:,} parameters, {self.config}, {self.text})"
+
 
 def layer_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of one layer's weights by field name; fields the architecture does not have are left out."""
