@@ -19,7 +19,7 @@ from mamba_jax.ops.checks import check_shape
 _MAX_PARTS = 12
 # Float16 rows up to this many are streamed one by one; from there on widening the weight is cheaper.
 _MAX_STREAMED_ROWS = 4
-# Right-hand sides come in multiples of a vector's lanes.
+# A vector's lanes: right-hand sides, and the parts of a streamed row, are multiples of it.
 _LANES = 16
 
 
@@ -133,7 +133,7 @@ def _streamed(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[A
     # Tied to the rows, the weight changes with each turn of a decode loop, so XLA can't move a widened copy out of it.
     weight, rows = jax.lax.optimization_barrier((weight, rows))
     o, i = weight.shape
-    parts = _divisor(i)
+    parts = _divisor(i, _LANES)
     weight = weight.reshape(o, parts, i // parts).astype(jnp.float32)
     rows = rows.reshape(-1, parts, i // parts)
     if rows.dtype == jnp.float16:
@@ -172,9 +172,9 @@ def _widened(rows: Float[Array, "r i"], weight: Float[Array, "o i"]) -> Float[Ar
     return jax.lax.map(lambda part: _contract(part.astype(jnp.float32), rows, 1, 1), parts).reshape(o, -1).T
 
 
-def _divisor(size: int) -> int:
-    """Number of equal parts to cut an axis into."""
-    return max(n for n in range(1, _MAX_PARTS + 1) if size % n == 0)
+def _divisor(size: int, unit: int = 1) -> int:
+    """Number of equal parts to cut an axis into; the parts are multiples of `unit` if they can be."""
+    return max((n for n in range(1, _MAX_PARTS + 1) if size % (n * unit) == 0), default=1)
 
 
 def _contract(a: Array, b: Array, a_axis: int, b_axis: int, out_dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
