@@ -278,7 +278,7 @@ def _read_text(text: str | None, name: str) -> str:
     """The argument, or stdin where the argument leaves it to that."""
     if text not in (None, "-"):
         return text
-    if text is None and (sys.stdin is None or sys.stdin.isatty()):
+    if sys.stdin is None or (text is None and sys.stdin.isatty()):
         raise typer.BadParameter("no text: give it as an argument or on stdin", param_hint=name)
     return _decode(sys.stdin.buffer.read(), "stdin")
 
@@ -314,6 +314,8 @@ def _enable_cache() -> None:
 
 def _write(text: str) -> None:
     """Write to stdout at once; a character that the terminal's encoding lacks becomes a question mark."""
+    if sys.stdout is None:
+        raise OSError("stdout is closed")
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -6,6 +6,7 @@ finished (`mamba_jax.programs`). Everything here is bookkeeping around those cal
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
@@ -33,6 +34,7 @@ from mamba_jax.text import TextDecoder, Tokenizer
 TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
 
 _TOKENIZER = "pass the argument tokenizer (command line: --tokenizer PATH)"
+_NOT_FINITE = "try dtype='float32', or check the weights"
 _PROMPT = "wanted a string, token ids, or a list of either"
 
 Prompt = str | Sequence[int]
@@ -126,8 +128,9 @@ def generate(
 ) -> Generation | list[Generation]:
     """Continue one prompt or several.
 
-    Each row of a batch equals that prompt run alone, and what a row samples depends on its seed and its own prompt
-    only. Base models repeat themselves for ever if they may: there is always a limit.
+    In float32 each row of a batch equals that prompt run alone, and what a row samples depends on its seed and its own
+    prompt only; in 16 bits up to rounding, which differs between one row and several. Base models repeat themselves
+    for ever if they may: there is always a limit.
 
     Args:
         params: the model.
@@ -204,15 +207,18 @@ def as_rows(
     params: Params, prompt: Prompt | Sequence[Prompt], tokenizer: Tokenizer | str | None
 ) -> tuple[list[list[int]], bool, Tokenizer | None]:
     """Prompts as checked token ids, whether there was a single one, and the tokenizer if there is one."""
-    if not isinstance(prompt, str | Sequence | np.ndarray):
+    if isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim):
         raise ValueError(f"prompt: got {prompt!r:.80}, {_PROMPT}")
     single = isinstance(prompt, str) or (len(prompt) > 0 and _is_integer(prompt[0]))
     prompts = [prompt] if single else list(prompt)
     if not prompts:
         raise ValueError(f"prompt: got an empty list, {_PROMPT}")
     source = tokenizer if tokenizer is not None else params.text.tokenizer
-    if isinstance(source, str):
-        source = text_lib.load_tokenizer(source)
+    if isinstance(source, str | os.PathLike):
+        source = text_lib.load_tokenizer(os.fspath(source))
     return [_as_ids(params, item, source) for item in prompts], single, source
 
 
@@ -249,8 +255,8 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
         raise ValueError(f"stop: stop strings need a tokenizer, and the checkpoint has none beside it: {_TOKENIZER}")
     batch, vocab = len(rows), params.config.padded_vocab_size
     stop_ids = _eos_ids(params, tokenizer) if options.stop_token_ids is None else options.stop_token_ids
-    if not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
-        raise ValueError(f"stop_token_ids: got {list(stop_ids)}, wanted ids from 0 to {vocab - 1}")
+    if not isinstance(stop_ids, Sequence | np.ndarray) or not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
+        raise ValueError(f"stop_token_ids: got {stop_ids!r}, wanted ids from 0 to {vocab - 1}")
     stop_mask = np.zeros(vocab, bool)
     stop_mask[list(stop_ids)] = True
     valid = params.config.vocab_size
@@ -300,7 +306,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
     first = jax.block_until_ready(_state_after(request, request.rows))
     prefilled = time.perf_counter()
     rows, state = [_Row(request) for _ in request.rows], first
-    blocks = _run(request, first, rows, mode, exact_state=return_cache)
+    blocks = _run(request, first, rows, mode)
     with track("Generating", request.max_new_tokens, show=None if request.max_new_tokens > BLOCK else False) as advance:
         for tokens, scores, state in blocks:  # noqa: B007
             for row, row_tokens, row_scores in zip(rows, tokens, scores, strict=True):
@@ -308,6 +314,11 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
             advance(tokens.shape[1])
     for row in rows:
         row.finish()
+    if return_cache and any(row.matched for row in rows):  # the device went on beyond the stop string
+        texts = [prompt + row.tokens for prompt, row in zip(request.rows, rows, strict=True)]
+        state = _state_after(request, texts, request.max_new_tokens)
+    if return_cache and not np.isfinite(state.logits).all():
+        raise FloatingPointError(f"logits: not finite after the last token; {_NOT_FINITE}")
     decode_s = time.perf_counter() - prefilled
     timings = {
         "compile_s": compiled - start,
@@ -389,28 +400,32 @@ class _Row:
         new = tokens[:count].tolist()
         if not np.isfinite(logprobs[:count]).all():
             raise FloatingPointError(
-                f"logits: not finite after {len(self.tokens)} to {len(self.tokens) + count} new tokens; "
-                "try dtype='float32', or check the weights"
+                f"logits: not finite after {len(self.tokens)} to {len(self.tokens) + count} new tokens; {_NOT_FINITE}"
             )
         self.tokens += new
         self.logprobs += logprobs[:count].tolist()
         self.stopped = bool(new) and new[-1] in self._stop_ids
         if self._decoder is None:
             return ""
-        piece = self._decoder.push(new[:-1] if self.stopped else new)
-        if self._decoder.matched is not None:
-            self.stopped = True
-            del self.tokens[self._decoder.kept :], self.logprobs[self._decoder.kept :]
-        self._text += piece
-        return piece
+        return self._take(self._decoder, self._decoder.push(new[:-1] if self.stopped else new))
 
     def finish(self) -> str:
         """Return what text was still held back, after which `text` is whole."""
         if self._decoder is None:
             return ""
-        piece = self._decoder.finish()
+        return self._take(self._decoder, self._decoder.finish())
+
+    def _take(self, decoder: TextDecoder, piece: str) -> str:
+        if decoder.matched is not None:
+            self.stopped = True
+            del self.tokens[decoder.kept :], self.logprobs[decoder.kept :]
         self._text += piece
         return piece
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string ended the row."""
+        return self._decoder is not None and self._decoder.matched is not None
 
     @property
     def text(self) -> str | None:
@@ -425,12 +440,11 @@ def _run(
     mode: Mode,
     *,
     block: int | None = None,
-    exact_state: bool = False,
 ) -> Iterator[Block]:
     """Blocks of the request in the given mode; `rows`, fed by the caller, tell which rows the host has stopped."""
     if mode == "recompute":
         return _recompute(request, state, rows)
-    if mode == "host" or (exact_state and request.stop):  # nothing beyond a stop string may enter the cache
+    if mode == "host":
         return _blocks(request, state, rows, block=1, depth=1)
     return _blocks(request, state, rows, block=block or (TEXT_BLOCK if request.stop else BLOCK), depth=2)
 

@@ -196,6 +196,9 @@ def compile_programs(
 
 def _key(kind: str, params: Params, batch: int, length: int, sampling: bool) -> ProgramKey:
     device, sharding = _device(params), params.embedding.sharding
+    # On one device all weights lie alike; over several each has a layout of its own.
+    alone = len(sharding.device_set) == 1
+    shardings = sharding if alone else tuple(leaf.sharding for leaf in jax.tree.leaves(params))
     scans = kind not in ("init", "decode")
     return ProgramKey(
         kind=kind,
@@ -204,7 +207,7 @@ def _key(kind: str, params: Params, batch: int, length: int, sampling: bool) -> 
         batch=batch,
         length=length,
         chunk_size=default_chunk_size(device.platform, params.config.layer, length) if scans else 0,
-        placement=(device.platform, device.device_kind, sharding),
+        placement=(device.platform, device.device_kind, shardings),
         variant=("sample" if sampling else "greedy") if kind == "decode" else "",
     )
 
@@ -215,9 +218,10 @@ def _device(params: Params) -> Any:  # jaxlib does not type devices
 
 def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowered:
     kind, batch, length, chunk_size = key.kind, key.batch, key.length, key.chunk_size
-    jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(_device(params).platform))
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
+    compiler_options = COMPILER_OPTIONS.get(_device(params).platform)
+    jit = functools.partial(jax.jit, compiler_options=compiler_options, out_shardings=replicated)
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
@@ -226,7 +230,7 @@ def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowere
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), program_weights(params)
     )
     if kind == "init":
-        return jit(lambda: first_state(params, batch), out_shardings=replicated).lower()
+        return jit(lambda: first_state(params, batch)).lower()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
     tokens, lengths = placed(
         (jax.ShapeDtypeStruct((batch, length), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32))

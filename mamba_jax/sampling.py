@@ -104,7 +104,7 @@ def row_keys(seed: int | Sequence[int], batch: int) -> PRNGKeyArray:
     Raises:
         ValueError: if a seed is no integer from 0 to 2**64 - 1, or there is not one a row.
     """
-    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
+    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
     if len(seeds) != batch:
         raise ValueError(f"seed: got {len(seeds)} seeds for {batch} rows, wanted one, or one a row")
     for item in seeds:
@@ -170,7 +170,7 @@ def _scale(x: Float32[Array, "b v"], temperature: Float32[Array, "b"]) -> Float3
     """Divide by the temperature, the largest of each row being moved to 0 first: nothing can overflow upwards."""
     top = x.max(-1, keepdims=True)
     temperature = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.where(top > -jnp.inf, x - top, x) / temperature
+    return jnp.where(x > -jnp.inf, (x - top) / temperature, x)  # -inf over an infinite temperature would be NaN
 
 
 def _filter(x: Float32[Array, "b v"], sampler: Sampler) -> Float32[Array, "b v"]:

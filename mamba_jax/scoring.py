@@ -132,6 +132,10 @@ def _read(weights: Params, rows: list[list[int]], kind: str, segment: Callable[.
             joined = np.concatenate(parts, axis=1)
             for i, row in zip(indices, joined, strict=True):
                 values[i] = row[: len(rows[i])].copy()
+                if not np.isfinite(values[i]).all():
+                    raise FloatingPointError(
+                        f"texts: what the model gives for text {i} is not finite; check the weights"
+                    )
     return values
 
 

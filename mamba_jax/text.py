@@ -85,7 +85,15 @@ def _auto_tokenizer(source: str, *, local: bool) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, whole: special tokens are added if, and only if, the tokenizer's own settings add them."""
+    """Token ids of a text, whole: special tokens are added if, and only if, the tokenizer's own settings add them.
+
+    Raises:
+        ValueError: if the text is no valid Unicode (it holds half of a surrogate pair).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text: got {text[error.start]!r} at character {error.start}, wanted valid Unicode") from error
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 

@@ -12,7 +12,7 @@ import mamba_jax
 from mamba_jax import MambaConfig, TextInfo, forward, generate, prefill, score, stream
 from mamba_jax.programs import BLOCK, TABLE
 from mamba_jax.scheduler.segments import plan_segments
-from tests.small_tokenizers import byte_level
+from tests.small_tokenizers import byte_fallback, byte_level
 from tests.tiny import KINDS, tiny_params
 
 RNG = np.random.default_rng(1)
@@ -226,6 +226,8 @@ def test_logits_that_are_not_finite_are_an_error(params):
         ("text", "no tokenizer"),
         (None, "wanted a string, token ids"),
         (7, "wanted a string, token ids"),
+        (b"abc", "wanted a string, token ids"),
+        (np.array(3), "wanted a string, token ids"),
         ([True, False], "wanted a string, token ids"),
     ],
 )
@@ -243,6 +245,7 @@ def test_bad_prompts_are_refused(params, prompt, message):
         ({"min_p": 2.0}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"stop_token_ids": [104]}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop": "x"}, "stop"),
         ({"mode": "fast"}, "mode"),
         ({"seed": [1, 2]}, "seed"),
@@ -352,3 +355,37 @@ def test_u43_a_blanket_cast_is_refused_and_cast_params_keeps_what_must_stay(para
 def test_weights_that_are_no_jax_arrays_are_refused(params):
     with pytest.raises(ValueError, match=r"params.embedding: got float32 in a ndarray"):
         generate(jax.tree.map(np.asarray, params), PROMPTS[0])
+
+
+def test_a_stop_string_among_held_back_bytes_ends_tokens_reason_and_cache():
+    tokenizer = byte_fallback()  # decodes a run of byte tokens only when another kind of token follows
+    newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+    params = tiny_params("mamba2", n_layer=1, vocab_size=len(tokenizer))
+    byte_ids = [i for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) if "<0x" in token]
+    lm_head = params.lm_head.at[jnp.array(byte_ids)].set(0.0)
+    lm_head = lm_head.at[newline].set(100 * mamba_jax.embed(params, [5, 6])[-1])
+    params = dataclasses.replace(params, lm_head=lm_head)
+    row = generate(params, [5, 6], max_new_tokens=5, stop="\n", tokenizer=tokenizer, return_cache=True)
+    assert (row.tokens, row.text, row.finish_reason) == ([newline], "", "stop")
+    np.testing.assert_allclose(row.next_logits, prefill(params, [[5, 6, newline]])[0][0], rtol=1e-4, atol=1e-3)
+    last = generate(params, [5, 6], max_new_tokens=1, stop="\n", tokenizer=tokenizer)
+    assert (last.text, last.finish_reason) == ("", "stop")
+
+
+def test_a_huge_temperature_samples_no_padding_of_the_vocabulary():
+    params = tiny_params("mamba1", n_layer=1, vocab_size=50, pad_vocab_size_multiple=64)
+    assert max(generate(params, [1], max_new_tokens=20, temperature=3e38).tokens) < 50
+
+
+def test_scores_and_embeddings_that_are_not_finite_are_an_error(params):
+    broken = dataclasses.replace(params, norm_f=params.norm_f * jnp.nan)
+    for call in (score, mamba_jax.embed):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            call(broken, PROMPTS[0])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate(broken, PROMPTS[0], max_new_tokens=0, return_cache=True)
+
+
+@pytest.mark.parametrize("prompt", [np.array([3, 5]), (3, 5), jnp.array([3, 5]), [np.int64(3), 5]])
+def test_ids_may_come_in_any_sequence(params, prompt):
+    assert generate(params, prompt, max_new_tokens=3).tokens == generate(params, [3, 5], max_new_tokens=3).tokens

@@ -110,14 +110,15 @@ def forward(
     chunk_size: int | Literal["auto"] = "auto",
     output_hidden_states: bool = False,
 ) -> Float[Array, "b l v"] | tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]:
-    """Logits of every position. Differentiable.
+    """Logits of every position. Differentiable (in reverse mode).
 
     Args:
         params: the model.
         tokens: (b, l) integer ids.
         lengths: (b,) valid positions a row; the rest is padding on the right, whose logits mean nothing.
         segment_ids: (b, l) packed sequences: neighbouring positions of one id belong together and see nothing of
-            others; negative ids are padding, on the left as well as on the right. Not with lengths or cache.
+            others, not even of positions of the same id beyond another; negative ids are padding, on the left as well
+            as on the right. Not with lengths or cache.
         cache: the state that precedes the first position; None is the zero state.
         chunk_size: of the scans; speed only, never results. "auto" picks one for the platform and the length.
         output_hidden_states: also return the hidden states.
@@ -134,7 +135,7 @@ def forward(
     if segment_ids is not None:
         if lengths is not None or cache is not None:
             raise ValueError("segment_ids: wanted neither lengths nor cache beside it; give padding a negative id")
-        segments = _check_integers("segment_ids", segment_ids, ids.shape)
+        segments = _runs(_check_integers("segment_ids", segment_ids, ids.shape))
     return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states)
 
 
@@ -295,6 +296,14 @@ def _check_integers(name: str, value: ArrayLike, shape: tuple[int, ...]) -> Arra
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != shape:
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted integers of shape {list(shape)}")
     return array
+
+
+def _runs(segment_ids: Int[Array, "b l"]) -> Int[Array, "b l"]:
+    """Number the sequences in order, as the scans want them; neighbours of one id belong together."""
+    if jnp.issubdtype(segment_ids.dtype, jnp.unsignedinteger):
+        raise ValueError(f"segment_ids: got {segment_ids.dtype}, wanted signed integers (below 0 is padding)")
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(segment_ids < 0, -1, jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
 def _check_tokens(params: Params, tokens: ArrayLike, ndim: int) -> Array:

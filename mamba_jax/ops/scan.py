@@ -95,7 +95,7 @@ def selective_scan(
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
     wipe = None
     if segment_ids is not None and num_segments is None:
-        wipe = jnp.where(later_starts(segment_ids), WIPE, 0.0)
+        wipe = jnp.where(later_starts(segment_ids), jnp.float32(WIPE), jnp.float32(0.0))
     inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), wipe)
 
     plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)

@@ -111,6 +111,21 @@ def test_packed_sequences_see_nothing_of_each_other(kind):
         assert_close(packed[:, start:end], forward(params, IDS[:1, start:end]))
 
 
+@pytest.mark.parametrize("ids", [[3] * 5 + [1] * 7, [0] * 4 + [1] * 1 + [0] * 7, [0] * 5 + [7] * 7])
+def test_sequences_may_have_any_ids(ids):
+    params = tiny_params("mamba2")
+    packed = forward(params, IDS[:1, :12], segment_ids=[ids])
+    ends = [i for i in range(1, 13) if i == 12 or ids[i] != ids[i - 1]]
+    for start, end in zip([0, *ends], ends, strict=False):
+        assert_close(packed[:, start:end], forward(params, IDS[:1, start:end]))
+
+
+def test_unsigned_segment_ids_are_refused():
+    mask = np.array([[0] * 4 + [1] * 8], np.uint8)
+    with pytest.raises(ValueError, match="segment_ids: got uint8, wanted signed"):
+        forward(tiny_params("mamba2"), IDS[:1, :12], segment_ids=mask - np.uint8(1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_u14_continuing_from_a_snapshot_leaves_it_as_it_was(kind):
     params = tiny_params(kind)

@@ -1,0 +1,34 @@
+"""Weights spread over several devices; run in a process of its own, since the number of devices is fixed at start."""
+
+import os
+import subprocess
+import sys
+
+_SCRIPT = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from mamba_jax import generate, score
+from tests.tiny import tiny_params
+
+params = tiny_params("mamba2")
+mesh = Mesh(np.array(jax.devices()), ("x",))
+assert mesh.size == 2
+prompts, options = [[1, 2, 3], [5]], {"max_new_tokens": 6, "temperature": 1.0}
+want, total = generate(params, prompts, **options), score(params, [1, 2, 3]).total
+for divide in (lambda x: x.shape[0] % 2 == 0, lambda x: x.ndim == 2 and x.shape[0] % 2 == 0, lambda x: False):
+    spread = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("x") if divide(x) else P())), params)
+    got = generate(spread, prompts, **options)
+    assert [row.tokens for row in got] == [row.tokens for row in want]
+    assert abs(score(spread, [1, 2, 3]).total - total) < 1e-4
+second = jax.device_put(params, jax.devices()[1])
+assert [row.tokens for row in generate(second, prompts, **options)] == [row.tokens for row in want]
+"""
+
+
+def test_weights_over_two_devices_and_on_the_second_give_the_same_tokens():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    result = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
