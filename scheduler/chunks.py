@@ -13,6 +13,10 @@ def default_chunk_size(platform: str, layer: str, length: int) -> int:
         A power of two, no longer than needed to cover the block.
     """
     covering = 1 << max(length - 1, 0).bit_length()
-    # One position of Mamba-1 fills a CPU's cores: chunks would only add work.
-    best = {"mamba1": covering, "mamba2": 64} if platform == "cpu" else {"mamba1": 32, "mamba2": 128}
+    if platform == "cpu":
+        # One position of Mamba-1 fills a CPU's cores: chunks would only add work. Mamba-2 wants at least two chunks,
+        # which XLA leaves in a loop: unrolled, their intermediate results are computed several times over.
+        best = {"mamba1": covering, "mamba2": min(max(covering // 2, 32), 64)}
+    else:
+        best = {"mamba1": 32, "mamba2": 128}
     return min(best[layer], covering)

@@ -26,9 +26,9 @@ from mamba_jax.ops.linear import einsum
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
-# blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants a block in its caches,
-# a GPU or TPU wants enough of it to fill the machine.
-_CPU_BLOCK = 1 << 18
+# blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants one chunk at a time, a
+# GPU or TPU enough of them to fill the machine.
+_CPU_BLOCK = 1
 _BLOCK = 1 << 24
 
 
