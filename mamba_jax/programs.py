@@ -20,7 +20,7 @@ from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
 from mamba_jax.params import FLOAT32_FIELDS, Params, TextInfo
 from mamba_jax.progress import track
-from mamba_jax.sampling import Sampler, row_keys, sample
+from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
 from mamba_jax.scheduler.chunks import default_chunk_size
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
 from mamba_jax.scheduler.segments import plan_segments
@@ -135,7 +135,7 @@ def decode_block(
         with jax.named_scope("choose"):
             logits = jnp.where(ids < options.valid_vocab, state.logits, -jnp.inf)
             if options.sampler is None or options.keys is None or state.seen is None:
-                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+                token = most_likely(logits)
             else:
                 token = sample(logits, options.keys, state.position, options.sampler, state.seen)
             chosen = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0]

@@ -25,6 +25,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
 
+_PART = 256  # logits that the CPU's argmax looks at together
 _MAX, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
@@ -137,12 +138,12 @@ def sample(
         is then no finite number either.
     """
     x = _penalised(logits, sampler.repetition_penalty, seen)
-    greedy = x.argmax(-1).astype(jnp.int32)
+    greedy = most_likely(x)
     sampled = sampler.temperature > 0
     filtered = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
 
     def draw(scaled: Float32[Array, "b v"]) -> Int32[Array, "b"]:
-        token = (scaled + _gumbel(keys, step, scaled.shape)).argmax(-1).astype(jnp.int32)
+        token = most_likely(scaled + _gumbel(keys, step, scaled.shape))
         return jnp.where(sampled, token, greedy)
 
     # At run time only what some row asks for is computed; a row gets the same token from each branch that serves it.
@@ -155,6 +156,24 @@ def sample(
             lambda: draw(_filter(_scale(x, sampler.temperature), sampler)),
         ),
     )
+
+
+def most_likely(logits: Float[Array, "b v"]) -> Int32[Array, "b"]:
+    """`argmax` of each row: the first of the largest entries, or the first NaN if there is one."""
+    return lax.platform_dependent(logits, cpu=_argmax_of_parts, default=_argmax)
+
+
+def _argmax(x: Float[Array, "b v"]) -> Int32[Array, "b"]:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _argmax_of_parts(x: Float[Array, "b v"]) -> Int32[Array, "b"]:
+    """The CPU's form: XLA makes vector code of a maximum, not of an argmax, so that only looks into one part a row."""
+    batch, size = x.shape
+    parts = jnp.pad(x, ((0, 0), (0, -size % _PART)), constant_values=-jnp.inf).reshape(batch, -1, _PART)
+    part = _argmax(parts.max(-1))
+    inside = _argmax(jnp.take_along_axis(parts, part[:, None, None], axis=1)[:, 0])
+    return part * _PART + inside
 
 
 def _penalised(

@@ -323,3 +323,15 @@ def test_one_seed_a_row():
         jax.random.key_data(row_keys(9, 1))[0].tolist()
         == jax.random.key_data(jax.random.key(9, impl="threefry2x32")).tolist()
     )
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 4096])
+def test_most_likely_is_argmax_with_its_ties_and_nans(vocab):
+    logits = np.random.default_rng(0).integers(-3, 3, (6, vocab)).astype(np.float32)
+    logits[1] = 7.0
+    logits[2] = -np.inf
+    logits[3, -1] = np.inf
+    logits[4, vocab // 2 :] = np.nan
+    logits[5] = -np.inf
+    logits[5, -1] = np.finfo(np.float32).min
+    np.testing.assert_array_equal(jax.jit(sampling.most_likely)(logits), jnp.argmax(logits, axis=-1))
