@@ -159,7 +159,7 @@ def sample(
 
 
 def most_likely(logits: Float[Array, "b v"]) -> Int32[Array, "b"]:
-    """`argmax` of each row: the first of the largest entries, or the first NaN if there is one."""
+    """`argmax` of each row: the first of the largest entries; some index where there is a NaN."""
     return lax.platform_dependent(logits, cpu=_argmax_of_parts, default=_argmax)
 
 

