@@ -285,7 +285,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         panel.set_xticks(np.arange(len(labels)), labels, fontsize=8)
         panel.set_ylabel("tokens per second")
         panel.set_title(task)
-    panels[0][-1].legend()
+    figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"{report['device']}, {report['date']}")
     figure.savefig(path, dpi=120)
 
