@@ -3,8 +3,9 @@
 Weights are random, of the published sizes (speed does not depend on their values). Decoding is timed as the difference
 of a long and a short generation, prefill as the time to the last position's logits and the cache, from ids on the host;
 for a prompt of one segment the compiled program is also timed alone ("program_seconds" in the report). Contenders take
-turns, round after round, and a probe of the memory's read bandwidth stands before and after each timing: on a shared
-CPU a timing counts only if its two probes agree. Medians; compilation is timed apart.
+turns, round after round; a turn is the median of as many runs as fill a fifth of a second. A probe of the memory's read
+bandwidth stands before and after each turn: on a shared CPU a turn counts only if its two probes agree. The figure is
+the median of the turns; compilation is timed apart.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from mamba_jax.ops.linear import linear
 from mamba_jax.programs import compile_programs, program, program_weights, read_prompts
 from mamba_jax.scheduler.segments import plan_segments
 
+TURN = 0.2  # seconds of a short task's runs between two probes
 AGREE = 0.15  # largest relative difference of two probes around a timing that counts
 
 
@@ -212,9 +214,17 @@ def measure(
     turns = [key for _ in range(rounds) for key in timings]
     for name, task in track(turns, description="Timing", console=Console(stderr=True), transient=True):
         before = probe()
-        seconds = tasks[task](contenders[name])
+        seconds = _median(lambda task=task, name=name: tasks[task](contenders[name]))
         timings[name, task].runs.append((seconds, before, probe()))
     return list(timings.values())
+
+
+def _median(task: Callable[[], float]) -> float:
+    """Median of as many runs as fill TURN, at least one."""
+    end, times = time.perf_counter() + TURN, [task()]
+    while time.perf_counter() < end:
+        times.append(task())
+    return statistics.median(times)
 
 
 def summarise(timings: list[Timing], ours: Ours, rate: float) -> list[dict[str, Any]]:
