@@ -214,7 +214,7 @@ def measure(
     turns = [key for _ in range(rounds) for key in timings]
     for name, task in track(turns, description="Timing", console=Console(stderr=True), transient=True):
         before = probe()
-        seconds = _median(lambda task=task, name=name: tasks[task](contenders[name]))
+        seconds = _median(functools.partial(tasks[task], contenders[name]))
         timings[name, task].runs.append((seconds, before, probe()))
     return list(timings.values())
 
