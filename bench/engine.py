@@ -34,8 +34,8 @@ from rich.table import Table
 import mamba_jax
 from bench.models import PUBLISHED, random_params
 from mamba_jax.ops.linear import linear
-from mamba_jax.programs import compile_programs, program, program_weights, read_prompts
-from mamba_jax.scheduler.segments import plan_segments
+from mamba_jax.planning import Plan, make_plan
+from mamba_jax.programs import BLOCK, Spec, compile_programs, model_of, program, program_weights, read_prompts, reading_specs
 
 TURN = 0.2  # seconds of a short task's runs between two probes
 AGREE = 0.15  # largest relative difference of two probes around a timing that counts
@@ -72,32 +72,41 @@ class Ours:
         jax.block_until_ready(read_prompts(self.params, prompts))
         return time.perf_counter() - start
 
+    def plan(self, length: int) -> Plan:
+        """What reading `length` tokens runs."""
+        return make_plan(model_of(self.params), self.batch, length)
+
     def segment(self, length: int) -> float:
         """Seconds of the compiled program alone that reads `length` tokens, its arguments on the device."""
-        run = program("prefill", self.params, self.batch, length)
-        tokens, lengths = jnp.asarray(self._prompts(length), jnp.int32), jnp.full(self.batch, length, jnp.int32)
-        state = program("init", self.params, self.batch, 0)()
+        plan = self.plan(length)
+        run = program(self.params, reading_specs("prefill", plan.batch, plan.programs)[1])
+        tokens = np.zeros((plan.batch, length), np.int32)
+        tokens[: self.batch] = self._prompts(length)
+        lengths = (np.arange(plan.batch, dtype=np.int32) < self.batch) * np.int32(length)
+        tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+        state = program(self.params, Spec("init", plan.batch))()
         times = []
         for _ in range(10):
             jax.block_until_ready(state)
             start = time.perf_counter()
-            state = jax.block_until_ready(run(self.params, tokens, lengths, *state))
+            *state, _ = jax.block_until_ready(run(self.params, tokens, lengths, *state))
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
     def compile(self, lengths: list[int]) -> float:
         """Seconds to compile what all timings need."""
-        sizes = {size for length in (self.prompt, *lengths) for size in plan_segments(length)}
-        wanted = [("init", self.batch, 0), ("decode", self.batch, 64), *(("prefill", self.batch, s) for s in sizes)]
+        plans = [self.plan(length) for length in (self.prompt, *lengths)]
+        specs = [spec for plan in plans for spec in reading_specs("prefill", plan.batch, plan.programs)]
         start = time.perf_counter()
-        compile_programs(self.params, wanted)
+        compile_programs(self.params, [*specs, Spec("decode", plans[0].batch, BLOCK)])
         return time.perf_counter() - start
 
     def temporaries(self, length: int) -> int:
         """Bytes of temporaries of the largest program that a prompt of this length runs."""
-        sizes = set(plan_segments(length))
-        plans: Any = [program("prefill", self.params, self.batch, size).memory_analysis() for size in sizes]
-        return max(plan.temp_size_in_bytes for plan in plans)
+        plan = self.plan(length)
+        specs = reading_specs("prefill", plan.batch, plan.programs)
+        analyses: Any = [program(self.params, spec).memory_analysis() for spec in specs]
+        return max(analysis.temp_size_in_bytes for analysis in analyses)
 
 
 class Transformers:
@@ -252,7 +261,7 @@ def summarise(timings: list[Timing], ours: Ours, rate: float) -> list[dict[str, 
             if timing.contender == "mamba_jax":
                 length = int(timing.task.split()[1])
                 row["temporaries_bytes"] = ours.temporaries(length)
-                if plan_segments(length) == (length,):
+                if [segment.length for segment in ours.plan(length).segments] == [length]:
                     row["program_seconds"] = ours.segment(length)
         rows.append(row)
     return rows

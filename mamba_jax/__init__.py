@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mamba_jax.cache import MambaCache, init_cache
+from mamba_jax.calibrate import calibrate
 from mamba_jax.checkpoints import load, save
 from mamba_jax.config import MambaConfig
 from mamba_jax.generate import Generation, generate, stream
@@ -10,6 +11,7 @@ from mamba_jax.models import forward, prefill, step
 from mamba_jax.params import Params, TextInfo, cast_params, init_params, param_shapes
 from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scoring import Score, embed, score
+from mamba_jax.warm import warm
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "Params",
     "Score",
     "TextInfo",
+    "calibrate",
     "cast_params",
     "default_model",
     "embed",
@@ -41,4 +44,5 @@ __all__ = [
     "score",
     "step",
     "stream",
+    "warm",
 ]

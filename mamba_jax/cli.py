@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
     from mamba_jax.checkpoints.loading import DType
     from mamba_jax.params import Params
+    from mamba_jax.planning import Model
     from mamba_jax.scoring import Score
 
 app = typer.Typer(
@@ -38,6 +39,13 @@ TokenizerOption = Annotated[
 DTypeOption = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option(help="Type of the weights.", show_default="the file's"),
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What decides chunk sizes: measured, static:128, length, entropy, corey-default, layers:64,128,... ...",
+        show_default="measured",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -106,6 +114,7 @@ def generate(
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is whole.")] = False,
     tokenizer: TokenizerOption = None,
+    policy: PolicyOption = None,
 ) -> None:
     """Continue a text and print the continuation.
 
@@ -126,6 +135,7 @@ def generate(
         "seed": seed,
         "stop": stop or None,
         "tokenizer": tokenizer,
+        "policy": policy,
     }
     if not as_json and not no_stream:
         for piece in mamba_jax.stream(params, text, **options):
@@ -264,6 +274,172 @@ def convert(
     params = _load(source, dtype)
     mamba_jax.save(params, target, layout=layout)
     sys.stderr.write(f"wrote {target}\n")
+
+
+@app.command()
+def plan(
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt (of the longest, in a batch).")],
+    model: ModelOption = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts read together.")] = 1,
+    policy: PolicyOption = None,
+    dtype: DTypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what reading a prompt would run: segments, programs, chunk sizes, why, and the expected time."""
+    from mamba_jax.planning import as_policy, make_plan
+
+    made = make_plan(_described(model, dtype), batch, length, as_policy(policy))
+    facts = {
+        "length": made.length,
+        "batch": made.batch,
+        "seconds": made.seconds,
+        "source": made.source,
+        "candidates": {str(size): list(chunks) for size, chunks in made.candidates.items()},
+        "segments": [
+            {
+                "length": segment.length,
+                "chunk_size": segment.chunk_size,
+                "seconds": segment.seconds,
+                "decisions": [dataclasses.asdict(decision) for decision in segment.decisions],
+            }
+            for segment in made.segments
+        ],
+    }
+    if as_json:
+        _write_json(facts)
+    else:
+        _print_plan(facts)
+
+
+def _print_plan(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("segment", "positions", "chunk size", "decided by", "expected ms"):
+        table.add_column(column, justify="left" if column == "decided by" else "right")
+    for i, segment in enumerate(facts["segments"]):
+        seconds = "-" if segment["seconds"] is None else f"{segment['seconds'] * 1e3:.2f}"
+        names = ", ".join(sorted({decision["policy"] for decision in segment["decisions"]}))
+        chunk_size = segment["chunk_size"]
+        shown = str(chunk_size) if isinstance(chunk_size, int) else " ".join(map(str, chunk_size))
+        table.add_row(str(i), f"{segment['length']:,}", shown, names, seconds)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    for size, chunks in facts["candidates"].items():
+        console.print(f"from segment 2 on, a statistic chooses among {chunks} on {size} positions")
+    total = "not measured" if facts["seconds"] is None else f"{facts['seconds'] * 1e3:.2f} ms"
+    console.print(f"{facts['length']:,} positions, {facts['batch']} rows: {total}")
+    console.print(facts["source"])
+
+
+@app.command()
+def warm(
+    model: ModelOption = None,
+    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8.")] = "1",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, as in 1:8192.")] = "1:2048",
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens a request generates.")] = 128,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policies that requests name; may be given several times.")
+    ] = None,
+    score: Annotated[bool, typer.Option("--score", help="Also what scoring texts needs.")] = False,
+    dtype: DTypeOption = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where compiled programs are kept; they are code and must be trusted.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the programs.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile ahead what requests can need, so that later processes find it."""
+    from mamba_jax.planning import DEFAULT_POLICY
+
+    wanted: dict[str, Any] = {
+        "batch": _numbers("--batch", batch, ","),
+        "lengths": _numbers("--lengths", lengths, ":", count=2),
+        "max_new_tokens": max_new_tokens,
+        "policies": policy or [DEFAULT_POLICY],
+        "tasks": ("generate", "score") if score else ("generate",),
+    }
+    if dry_run:
+        from mamba_jax.warm import specs_for
+
+        specs = specs_for(_described(model, dtype), **wanted)
+        facts: dict[str, Any] = {"programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]}
+        lines = [" ".join(f"{name}={value}" for name, value in spec._asdict().items() if value) for spec in specs]
+    else:
+        import mamba_jax
+
+        done = mamba_jax.warm(_load(model, dtype), folder=cache_dir, **wanted)
+        facts = dataclasses.asdict(done) | {"programs": len(done.programs), "folder": str(done.folder)}
+        lines = [
+            f"{len(done.programs)} programs: {done.compiled} compiled, {done.fetched} found in {done.folder}",
+            f"{done.seconds:.1f} s, {done.bytes_written / 1e6:.1f} MB written",
+        ]
+    if as_json:
+        _write_json(facts)
+    else:
+        _write("".join(f"{line}\n" for line in lines))
+
+
+@app.command()
+def calibrate(
+    model: ModelOption = None,
+    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8.")] = "1",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each program.")] = 7,
+    dtype: DTypeOption = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where tables are kept.", show_default="where requests look for them")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure chunk sizes and segment lengths on this device; later requests choose by what was measured."""
+    import mamba_jax
+
+    sizes = _numbers("--batch", batch, ",")
+    results = mamba_jax.calibrate(_load(model, dtype), batch=sizes, rounds=rounds, folder=folder)
+    if as_json:
+        _write_json({"calibrations": [dataclasses.asdict(result) for result in results]})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    for result in results:
+        chunks = sorted({timing.chunk_size for timing in result.timings})
+        table = Table(title=f"{result.shape} on {result.device}, ms by chunk size")
+        for column in ("positions", *map(str, chunks), "best"):
+            table.add_column(column, justify="right")
+        for length in sorted({timing.length for timing in result.timings}):
+            found = {timing.chunk_size: timing for timing in result.timings if timing.length == length}
+            shown = [f"{found[c].median * 1e3:.2f}" if c in found else "" for c in chunks]
+            best = result.best.get(length)
+            table.add_row(str(length), *shown, "-" if best is None else str(best.chunk_size))
+        Console(markup=False, highlight=False, width=140).print(table)
+
+
+def _numbers(option: str, text: str, separator: str, count: int | None = None) -> tuple[int, ...]:
+    parts = text.split(separator)
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
+        example = separator.join(("1", "2048")) if count == 2 else "1 or 1,8"
+        raise typer.BadParameter(f"got {text!r}, wanted numbers, as in {example}", param_hint=option)
+    return tuple(int(part) for part in parts)
+
+
+def _described(model: str | None, dtype: str | None) -> "Model":
+    """What planning wants to know of a checkpoint on this machine's device, without reading its weights."""
+    import jax
+
+    from mamba_jax.checkpoints.archive import open_weights
+    from mamba_jax.checkpoints.configs import read_config
+    from mamba_jax.checkpoints.hub import find_folder
+    from mamba_jax.checkpoints.loading import match_weights
+    from mamba_jax.planning import Model
+
+    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    config, _ = read_config(folder)
+    config, stored = match_weights(config, open_weights(folder), str(folder))
+    device = jax.devices()[0]
+    return Model(config, dtype or stored["embedding"].dtype.name, device.platform, device.device_kind)
 
 
 def _read_prompt(prompt: str | None) -> str:

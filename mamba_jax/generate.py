@@ -15,20 +15,25 @@ import jax
 import numpy as np
 
 from mamba_jax import text as text_lib
-from mamba_jax.cache import MambaCache, take_rows
+from mamba_jax.cache import MambaCache
 from mamba_jax.params import Params
+from mamba_jax.planning import as_policy, make_plan
 from mamba_jax.programs import (
     BLOCK,
     DecodeOptions,
     DecodeState,
+    Spec,
     compile_programs,
+    model_of,
     program,
     program_weights,
     read_prompts,
+    reading_specs,
 )
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys
-from mamba_jax.scheduler.segments import plan_segments
+from mamba_jax.scheduler.policies import Decision, Policy
+from mamba_jax.scheduler.segments import batch_bucket
 from mamba_jax.text import TextDecoder, Tokenizer
 
 TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
@@ -53,6 +58,7 @@ class Generation:
         finish_reason: "stop" (a stop token or stop string) or "length".
         timings: seconds spent by the whole batch under "compile_s", "prefill_s" and "decode_s", and the tokens it
             generated a second while decoding under "tokens_per_s".
+        decisions: about the chunk sizes that the whole batch was read with, segment by segment.
         cache: this row's cache after its last token, batch 1; None unless asked for.
         next_logits: (v,) float32 logits that follow the last token; None unless asked for.
     """
@@ -62,6 +68,7 @@ class Generation:
     logprobs: list[float] | None
     finish_reason: Literal["stop", "length"]
     timings: dict[str, float]
+    decisions: tuple[Decision, ...] = dataclasses.field(default=(), repr=False)
     cache: MambaCache | None = dataclasses.field(default=None, repr=False)
     next_logits: jax.Array | None = dataclasses.field(default=None, repr=False)
 
@@ -96,6 +103,7 @@ class Request:
         stop_ids: ids that end a row.
         stop: strings that end a row.
         tokenizer: for the text, if there is one.
+        policy: decides the chunk sizes of reading; None takes the fastest measured ones.
         on_device: the options that the decode program reads.
     """
 
@@ -105,7 +113,13 @@ class Request:
     stop_ids: frozenset[int]
     stop: tuple[str, ...]
     tokenizer: Tokenizer | None
+    policy: Policy | None
     on_device: DecodeOptions
+
+    @property
+    def batch(self) -> int:
+        """Rows that programs run, dummy ones included."""
+        return batch_bucket(len(self.rows))
 
 
 def generate(
@@ -124,6 +138,7 @@ def generate(
     logprobs: bool = False,
     return_cache: bool = False,
     tokenizer: Tokenizer | str | None = None,
+    policy: Policy | str | None = None,
     mode: Mode = "device",
 ) -> Generation | list[Generation]:
     """Continue one prompt or several.
@@ -149,6 +164,8 @@ def generate(
         logprobs: also return log-probabilities.
         return_cache: also return each row's cache and the logits that follow its last token.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        policy: what decides the chunk sizes of reading the prompt: a policy or its name (`mamba_jax.scheduler.policies`).
+            Speed only, never results. None takes the fastest measured ones.
         mode: "device" (one compiled loop), "host" (a dispatch per token) or "recompute" (no cache: the whole text is
             read again for each token). The last two exist to be compared with the first; all give the same tokens.
 
@@ -173,13 +190,18 @@ def generate(
         stop=stop,
     )
     rows, single, tokenizer = as_rows(params, prompt, tokenizer)
-    request = make_request(params, rows, tokenizer, options)
+    request = make_request(params, rows, tokenizer, options, policy)
     results = _generate(request, mode, logprobs=logprobs, return_cache=return_cache)
     return results[0] if single else results
 
 
 def stream(
-    params: Params, prompt: Prompt, *, tokenizer: Tokenizer | str | None = None, **options: Any
+    params: Params,
+    prompt: Prompt,
+    *,
+    tokenizer: Tokenizer | str | None = None,
+    policy: Policy | str | None = None,
+    **options: Any,
 ) -> Iterator[str]:
     """Continue one prompt, giving its text in pieces; joined they are `generate(params, prompt, ...).text`.
 
@@ -187,6 +209,7 @@ def stream(
         params: the model.
         prompt: a string or token ids.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        policy: as in `generate`.
         **options: the fields of `Options`, as in `generate`.
 
     Returns:
@@ -200,7 +223,7 @@ def stream(
         raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
     if tokenizer is None:
         raise ValueError(f"tokenizer: streaming text needs one, and the checkpoint has none beside it: {_TOKENIZER}")
-    return _stream(make_request(params, rows, tokenizer, Options(**options)))
+    return _stream(make_request(params, rows, tokenizer, Options(**options), policy))
 
 
 def as_rows(
@@ -247,13 +270,19 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | None, options: Options) -> Request:
+def make_request(
+    params: Params,
+    rows: list[list[int]],
+    tokenizer: Tokenizer | None,
+    options: Options,
+    policy: Policy | str | None = None,
+) -> Request:
     """Check the options against the model and put them into the form that the programs take."""
     stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     text_lib.StopStrings(stop)  # raises where one is empty or no string
     if stop and tokenizer is None:
         raise ValueError(f"stop: stop strings need a tokenizer, and the checkpoint has none beside it: {_TOKENIZER}")
-    batch, vocab = len(rows), params.config.padded_vocab_size
+    batch, vocab = batch_bucket(len(rows)), params.config.padded_vocab_size
     stop_ids = _eos_ids(params, tokenizer) if options.stop_token_ids is None else options.stop_token_ids
     if not isinstance(stop_ids, Sequence | np.ndarray) or not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
         raise ValueError(f"stop_token_ids: got {stop_ids!r}, wanted ids from 0 to {vocab - 1}")
@@ -270,7 +299,8 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
-    keys = row_keys(options.seed, batch)
+    keys = np.zeros((batch, 2), np.uint32)
+    keys[: len(rows)] = row_keys(options.seed, len(rows))
     sampling = options.temperature > 0 or options.repetition_penalty != 1.0
     return Request(
         weights=program_weights(params),
@@ -279,11 +309,12 @@ def make_request(params: Params, rows: list[list[int]], tokenizer: Tokenizer | N
         stop_ids=frozenset(int(i) for i in stop_ids),
         stop=stop,
         tokenizer=tokenizer,
+        policy=as_policy(policy),
         on_device=DecodeOptions(
             stop=_host(stop_mask),
             valid_vocab=_host(np.int32(valid)),
             sampler=sampler if sampling else None,
-            keys=keys if sampling else None,
+            keys=_host(keys) if sampling else None,
         ),
     )
 
@@ -301,9 +332,9 @@ def _eos_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
     start = time.perf_counter()
-    compile_for(request)
+    compile_for(request, return_cache=return_cache)
     compiled = time.perf_counter()
-    first = jax.block_until_ready(_state_after(request, request.rows))
+    first, decisions = jax.block_until_ready(_state_after(request, request.rows))
     prefilled = time.perf_counter()
     rows, state = [_Row(request) for _ in request.rows], first
     blocks = _run(request, first, rows, mode)
@@ -316,7 +347,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
         row.finish()
     if return_cache and any(row.matched for row in rows):  # the device went on beyond the stop string
         texts = [prompt + row.tokens for prompt, row in zip(request.rows, rows, strict=True)]
-        state = _state_after(request, texts, request.max_new_tokens)
+        state, _ = _state_after(request, texts, request.max_new_tokens)
     if return_cache and not np.isfinite(state.logits).all():
         raise FloatingPointError(f"logits: not finite after the last token; {_NOT_FINITE}")
     decode_s = time.perf_counter() - prefilled
@@ -326,6 +357,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
         "decode_s": decode_s,
         "tokens_per_s": sum(len(row.tokens) for row in rows) / decode_s,
     }
+    left = [_take_row(request, state, i) for i in range(len(rows))] if return_cache else [(None, None)] * len(rows)
     return [
         Generation(
             tokens=row.tokens,
@@ -333,17 +365,23 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
             logprobs=row.logprobs if logprobs else None,
             finish_reason="stop" if row.stopped else "length",
             timings=timings,
-            cache=take_rows(state.cache, np.array([i])) if return_cache else None,
-            next_logits=state.logits[i] if return_cache else None,
+            decisions=decisions,
+            cache=cache,
+            next_logits=next_logits,
         )
-        for i, row in enumerate(rows)
+        for row, (cache, next_logits) in zip(rows, left, strict=True)
     ]
+
+
+def _take_row(request: Request, state: DecodeState, row: int) -> tuple[MambaCache, jax.Array]:
+    run = program(request.weights, Spec("row", request.batch))
+    return run(state.cache, state.logits, np.array(row, np.int32))
 
 
 def _stream(request: Request) -> Iterator[str]:
     compile_for(request)
     row = _Row(request)
-    state = _state_after(request, request.rows)
+    state, _ = _state_after(request, request.rows)
     for tokens, logprobs, _ in _run(request, state, [row], "device", block=TEXT_BLOCK):
         if piece := row.push(tokens[0], logprobs[0]):
             yield piece
@@ -351,28 +389,38 @@ def _stream(request: Request) -> Iterator[str]:
         yield piece
 
 
-def compile_for(request: Request) -> None:
+def compile_for(request: Request, *, return_cache: bool = False) -> None:
     """Compile what the request needs and the process does not have yet."""
-    batch, longest = len(request.rows), max(len(row) for row in request.rows)
-    wanted = [("init", batch, 0), *(("prefill", batch, size) for size in sorted(set(plan_segments(longest))))]
+    longest = max(len(row) for row in request.rows)
+    plan = make_plan(model_of(request.weights), len(request.rows), longest, request.policy)
+    specs = reading_specs("prefill", plan.batch, plan.programs, plan.watch)
     if request.max_new_tokens:
-        wanted.append(("decode", batch, BLOCK))
-    compile_programs(request.weights, wanted, sampling=request.on_device.sampler is not None)
+        specs.append(_decode_spec(request))
+    if return_cache:
+        specs.append(Spec("row", request.batch))
+    compile_programs(request.weights, specs)
 
 
-def _state_after(request: Request, texts: list[list[int]], position: int = 0) -> DecodeState:
-    """The decode state after texts of which the last `position` ids were generated."""
-    cache, logits = read_prompts(request.weights, texts)
+def _decode_spec(request: Request) -> Spec:
+    return Spec("decode", request.batch, BLOCK, sampling=request.on_device.sampler is not None)
+
+
+def _state_after(
+    request: Request, texts: list[list[int]], position: int = 0
+) -> tuple[DecodeState, tuple[Decision, ...]]:
+    """The decode state after texts of which the last `position` ids were generated, and how they were read."""
+    cache, logits, decisions = read_prompts(request.weights, texts, request.policy)
     seen = None
     if request.on_device.sampler is not None:
         mask = np.zeros(logits.shape, bool)
         for i, text in enumerate(texts):
             mask[i, text] = True
         seen = _host(mask)
-    finished = np.zeros(len(texts), bool)
-    return DecodeState(
+    finished = np.arange(request.batch) >= len(texts)  # dummy rows never begin
+    state = DecodeState(
         cache=cache, logits=logits, finished=_host(finished), position=_host(np.int32(position)), seen=seen
     )
+    return state, decisions
 
 
 class _Row:
@@ -453,19 +501,19 @@ def _blocks(request: Request, state: DecodeState, rows: list[_Row], *, block: in
     """Run the decode program block after block, `depth` of them launched before the first is read."""
     weights, left = request.weights, request.max_new_tokens
     flying: collections.deque[tuple[int, jax.Array, jax.Array]] = collections.deque()
-    stopped = np.zeros(len(rows), bool)
+    stopped = np.zeros(request.batch, bool)
+    run = program(weights, _decode_spec(request)) if left else None
     while left or flying:
         while left and len(flying) < depth:
-            if (now := np.array([row.stopped for row in rows])).sum() > stopped.sum():
-                stopped = now
+            if sum(row.stopped for row in rows) > stopped.sum():
+                stopped[: len(rows)] = [row.stopped for row in rows]
                 state = dataclasses.replace(state, finished=_host(np.asarray(state.finished) | stopped))
             count = min(left, block)
-            run = program("decode", weights, len(rows), BLOCK, sampling=request.on_device.sampler is not None)
             state, tokens, logprobs = run(weights, state, request.on_device, np.array(count, np.int32))
             flying.append((count, tokens, logprobs))
             left -= count
         count, tokens, logprobs = flying.popleft()
-        yield np.asarray(tokens)[:, :count], np.asarray(logprobs)[:, :count], state
+        yield np.asarray(tokens)[: len(rows), :count], np.asarray(logprobs)[: len(rows), :count], state
         if all(row.stopped for row in rows):
             return  # what still flies ends at once: its rows have finished
 
@@ -476,7 +524,7 @@ def _recompute(request: Request, state: DecodeState, rows: list[_Row]) -> Iterat
     for position in range(request.max_new_tokens):
         if position:
             texts = [prompt + row.tokens for prompt, row in zip(request.rows, rows, strict=True)]
-            state = _state_after(request, texts, position)
+            state, _ = _state_after(request, texts, position)
         yield from _blocks(one, state, rows, block=1, depth=1)
         if all(row.stopped for row in rows):
             return

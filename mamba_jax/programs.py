@@ -5,25 +5,29 @@ at most `BLOCK` tokens. Weights and options are arguments of fixed shape, so nei
 another option compiles anything.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
 from mamba_jax.params import FLOAT32_FIELDS, Params, TextInfo
+from mamba_jax.planning import LAG, Model, Plan, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
-from mamba_jax.scheduler.chunks import default_chunk_size
+from mamba_jax.scheduler.chunks import ChunkSize
+from mamba_jax.scheduler.policies import Decision, Policy
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
-from mamba_jax.scheduler.segments import plan_segments
+from mamba_jax.scheduler.signals import Watch
 
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
@@ -50,7 +54,18 @@ class DecodeOptions:
     stop: Bool[Array, "v"]  # ids that end a row
     valid_vocab: Int[Array, ""]  # ids from here on are padding of the embedding
     sampler: Sampler | None  # None in the greedy program
-    keys: PRNGKeyArray | None  # (b,), None in the greedy program
+    keys: UInt32[Array, "b 2"] | None  # data of threefry keys; None in the greedy program
+
+
+class Spec(NamedTuple):
+    """Which program is wanted, of a given model."""
+
+    kind: str  # "init", "prefill", "score", "embed", "decode" or "row"
+    batch: int  # rows
+    length: int = 0  # positions a call reads; BLOCK for "decode"
+    chunk_size: ChunkSize = 0  # of the scans; 0 where there is none
+    watch: Watch | None = None  # "prefill": also give statistics of layers
+    sampling: bool = False  # "decode": the program with sampling options instead of the greedy one
 
 
 def first_state(params: Params, batch: int) -> tuple[MambaCache, Float[Array, "b v"]]:
@@ -66,12 +81,16 @@ def prefill_segment(
     cache: MambaCache,
     logits: Float[Array, "b v"],
     *,
-    chunk_size: int,
-) -> tuple[MambaCache, Float[Array, "b v"]]:
-    """Read one segment; a row with no position in it keeps its cache and its logits."""
-    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
-    new = head(params, last_valid(hidden, lengths))
-    return cache, jnp.where((lengths > 0)[:, None], new, logits)
+    chunk_size: ChunkSize,
+    watch: Watch | None = None,
+) -> tuple[MambaCache, Float[Array, "b v"], Float[Array, "layers 2"] | None]:
+    """Read one segment; a row with no position in it keeps its cache and its logits.
+
+    Returns the cache, the logits after each row's last position, and what was watched.
+    """
+    read = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size, watch=watch)
+    new = head(params, last_valid(read.hidden, lengths))
+    return read.cache, jnp.where((lengths > 0)[:, None], new, logits), read.statistics
 
 
 def score_segment(
@@ -81,10 +100,10 @@ def score_segment(
     lengths: Int[Array, "b"],
     cache: MambaCache,
     *,
-    chunk_size: int,
+    chunk_size: ChunkSize,
 ) -> tuple[MambaCache, Float[Array, "b l"]]:
     """Log-probabilities of `targets`, each given the tokens up to its position; logits exist a block at a time."""
-    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, *_ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     batch, length, width = hidden.shape
     block = min(SCORE_BLOCK, length)
     pad = -length % block
@@ -101,11 +120,19 @@ def _target_logprobs(params: Params, hidden: Float[Array, "b l m"], targets: Int
 
 
 def embed_segment(
-    params: Params, tokens: Int[Array, "b l"], lengths: Int[Array, "b"], cache: MambaCache, *, chunk_size: int
+    params: Params, tokens: Int[Array, "b l"], lengths: Int[Array, "b"], cache: MambaCache, *, chunk_size: ChunkSize
 ) -> tuple[MambaCache, Float[Array, "b l m"]]:
     """Final hidden states of one segment, in float32."""
-    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, *_ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     return cache, hidden.astype(jnp.float32)
+
+
+def take_row(
+    cache: MambaCache, logits: Float[Array, "b v"], row: Int[Array, ""]
+) -> tuple[MambaCache, Float[Array, "v"]]:
+    """One row's cache, as a cache of batch 1, and its logits."""
+    one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1), cache)
+    return one, jax.lax.dynamic_index_in_dim(logits, row, keepdims=False)
 
 
 def decode_block(
@@ -164,51 +191,54 @@ def _keep_finished(finished: Bool[Array, "b"], old: Array, new: Array) -> Array:
     return jnp.where(finished.reshape(-1, *(1,) * (old.ndim - 1)), old, new)
 
 
-def program(
-    kind: str, params: Params, batch: int, length: int, *, sampling: bool = False, table: ProgramTable = TABLE
-) -> jax.stages.Compiled:
-    """The compiled program of a kind for this model's shape, from the table.
-
-    Args:
-        kind: "init", "prefill", "score", "embed" or "decode".
-        params: the model; only shapes, dtypes and placement matter.
-        batch: rows.
-        length: positions a call reads; BLOCK for "decode", 0 for "init".
-        sampling: "decode" only: the program with sampling options instead of the greedy one.
-        table: where programs are kept.
-    """
-    key = _key(kind, params, batch, length, sampling)
-    return table.get(key, lambda: _lower(key, params, sampling))
+def program(params: Params, spec: Spec, *, table: ProgramTable = TABLE) -> jax.stages.Compiled:
+    """The compiled program of a spec for this model, from the table; only shapes, dtypes and placement matter."""
+    key = _key(params, spec)
+    return table.get(key, lambda: lower_program(params, spec))
 
 
 def compile_programs(
-    params: Params, wanted: Iterable[tuple[str, int, int]], *, sampling: bool = False, table: ProgramTable = TABLE
+    params: Params, specs: Iterable[Spec], *, table: ProgramTable = TABLE, expected: bool = False
 ) -> None:
-    """Compile those of the wanted programs, as (kind, batch, length), that the table lacks, with a bar."""
-    missing = [program for program in wanted if _key(program[0], params, *program[1:], sampling) not in table]
+    """Compile those of the programs that the table lacks, side by side, with a bar.
+
+    Args:
+        params: the model.
+        specs: the programs.
+        table: where programs are kept.
+        expected: no warning, though the table was said to be complete.
+    """
+    missing = {key: spec for spec in specs if (key := _key(params, spec)) not in table}
     if not missing:
         return
-    with track("Compiling", len(missing)) as advance:
-        for kind, batch, length in missing:
-            program(kind, params, batch, length, sampling=sampling, table=table)
+
+    def get(item: tuple[ProgramKey, Spec]) -> None:
+        table.get(item[0], lambda: lower_program(params, item[1]), expected=expected)
+
+    with (
+        track("Compiling", len(missing)) as advance,
+        concurrent.futures.ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool,
+    ):
+        for done in concurrent.futures.as_completed([pool.submit(get, item) for item in missing.items()]):
+            done.result()
             advance(1)
 
 
-def _key(kind: str, params: Params, batch: int, length: int, sampling: bool) -> ProgramKey:
+def _key(params: Params, spec: Spec) -> ProgramKey:
     device, sharding = _device(params), params.embedding.sharding
     # On one device all weights lie alike; over several each has a layout of its own.
     alone = len(sharding.device_set) == 1
     shardings = sharding if alone else tuple(leaf.sharding for leaf in jax.tree.leaves(params))
-    scans = kind not in ("init", "decode")
+    variant = "" if spec.watch is None else repr(spec.watch)
     return ProgramKey(
-        kind=kind,
+        kind=spec.kind,
         config=params.config,
         dtype=params.dtype.name,
-        batch=batch,
-        length=length,
-        chunk_size=default_chunk_size(device.platform, params.config.layer, length) if scans else 0,
+        batch=spec.batch,
+        length=spec.length,
+        chunk_size=spec.chunk_size,
         placement=(device.platform, device.device_kind, shardings),
-        variant=("sample" if sampling else "greedy") if kind == "decode" else "",
+        variant=("sample" if spec.sampling else "greedy") if spec.kind == "decode" else variant,
     )
 
 
@@ -216,8 +246,15 @@ def _device(params: Params) -> Any:  # jaxlib does not type devices
     return min(params.embedding.sharding.device_set, key=lambda device: cast(Any, device).id)
 
 
-def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowered:
-    kind, batch, length, chunk_size = key.kind, key.batch, key.length, key.chunk_size
+def model_of(params: Params) -> Model:
+    """What planning wants to know of a model."""
+    device = _device(params)
+    return Model(params.config, params.dtype.name, device.platform, device.device_kind)
+
+
+def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
+    """Trace and lower a program for this model."""
+    batch, length = spec.batch, spec.length
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
     compiler_options = COMPILER_OPTIONS.get(_device(params).platform)
@@ -229,26 +266,32 @@ def _lower(key: ProgramKey, params: Params, sampling: bool) -> jax.stages.Lowere
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), program_weights(params)
     )
-    if kind == "init":
+    if spec.kind == "init":
         return jit(lambda: first_state(params, batch)).lower()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
-    tokens, lengths = placed(
-        (jax.ShapeDtypeStruct((batch, length), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32))
+    tokens, lengths, number = placed(
+        (
+            jax.ShapeDtypeStruct((batch, length), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
     )
-    match kind:
+    match spec.kind:
         case "prefill":
-            prefill = functools.partial(prefill_segment, chunk_size=chunk_size)
+            prefill = functools.partial(prefill_segment, chunk_size=spec.chunk_size, watch=spec.watch)
             return jit(prefill, donate_argnums=(3, 4)).lower(weights, tokens, lengths, cache, logits)
         case "score":
-            score = functools.partial(score_segment, chunk_size=chunk_size)
+            score = functools.partial(score_segment, chunk_size=spec.chunk_size)
             return jit(score, donate_argnums=4).lower(weights, tokens, tokens, lengths, cache)
         case "embed":
-            embed = functools.partial(embed_segment, chunk_size=chunk_size)
+            embed = functools.partial(embed_segment, chunk_size=spec.chunk_size)
             return jit(embed, donate_argnums=3).lower(weights, tokens, lengths, cache)
         case "decode":
-            state, options, limit = placed(jax.eval_shape(lambda: _decode_arguments(params, batch, sampling)))
+            state, options, limit = placed(jax.eval_shape(lambda: _decode_arguments(params, batch, spec.sampling)))
             return jit(decode_block, donate_argnums=1).lower(weights, state, options, limit)
-    raise ValueError(f"kind: got {kind!r}, wanted 'init', 'prefill', 'score', 'embed' or 'decode'")
+        case "row":
+            return jit(take_row).lower(cache, logits, number)
+    raise ValueError(f"kind: got {spec.kind!r}, wanted 'init', 'prefill', 'score', 'embed', 'decode' or 'row'")
 
 
 def _decode_arguments(params: Params, batch: int, sampling: bool) -> tuple[DecodeState, DecodeOptions, Array]:
@@ -266,7 +309,7 @@ def _decode_arguments(params: Params, batch: int, sampling: bool) -> tuple[Decod
         stop=jnp.zeros(vocab, bool),
         valid_vocab=jnp.int32(0),
         sampler=Sampler.of(batch) if sampling else None,
-        keys=row_keys(0, batch) if sampling else None,
+        keys=jnp.asarray(row_keys(0, batch)) if sampling else None,
     )
     return state, options, jnp.int32(0)
 
@@ -286,33 +329,70 @@ def program_weights(params: Params) -> Params:
     return dataclasses.replace(params, text=TextInfo())
 
 
-def segments(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Cut rows of unequal lengths into segments of compiled lengths.
+def reading_specs(
+    kind: str, batch: int, reading: Iterable[tuple[int, ChunkSize]], watch: Watch | None = None
+) -> list[Spec]:
+    """The programs of (length, chunk size) pairs, "prefill", "score" or "embed", and that of the empty cache."""
+    return [Spec("init", batch), *(Spec(kind, batch, length, chunk_size, watch) for length, chunk_size in reading)]
+
+
+def segments(rows: Sequence[Sequence[int]], plan: Plan) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Cut rows of unequal lengths into a plan's segments.
 
     Args:
         rows: token ids, each row at least one.
+        plan: for as many rows or more, which are dummies, and the length of the longest.
 
     Yields:
-        Offset of the segment, its (b, l) tokens padded with zeros on the right, and the (b,) valid positions a row.
+        Offset of the segment, its (b, l) tokens padded with zeros on the right, and the (b,) valid positions a row:
+        none in a dummy.
     """
-    lengths = np.array([len(row) for row in rows], np.int32)
+    lengths = np.zeros(plan.batch, np.int32)
+    lengths[: len(rows)] = [len(row) for row in rows]
     offset = 0
-    for size in plan_segments(int(lengths.max())):
-        tokens = np.zeros((len(rows), size), np.int32)
+    for segment in plan.segments:
+        tokens = np.zeros((plan.batch, segment.length), np.int32)
         for i, row in enumerate(rows):
-            part = row[offset : offset + size]
+            part = row[offset : offset + segment.length]
             tokens[i, : len(part)] = part
-        yield offset, tokens, np.clip(lengths - offset, 0, size)
-        offset += size
+        yield offset, tokens, np.clip(lengths - offset, 0, segment.length)
+        offset += segment.length
 
 
-def read_prompts(weights: Params, rows: Sequence[Sequence[int]]) -> tuple[MambaCache, Float[Array, "b v"]]:
-    """Cache and next-token logits after each row, in memory that does not grow with the rows' lengths."""
-    batch, sizes = len(rows), plan_segments(max(len(row) for row in rows))
-    cache, logits = program("init", weights, batch, 0)()
-    with track("Reading", len(sizes), show=None if len(sizes) > 1 else False) as advance:
-        for _, tokens, lengths in segments(rows):
-            run = program("prefill", weights, batch, tokens.shape[1])
-            cache, logits = run(weights, tokens, lengths, cache, logits)
+def read_prompts(
+    weights: Params, rows: Sequence[Sequence[int]], policy: Policy | None = None
+) -> tuple[MambaCache, Float[Array, "b v"], tuple[Decision, ...]]:
+    """Read rows of unequal lengths, in memory that does not grow with them.
+
+    Args:
+        weights: the model as programs take it.
+        rows: token ids, each row at least one.
+        policy: decides chunk sizes; None takes the fastest measured ones.
+
+    Returns:
+        Cache and next-token logits after each row, b being the rows' number filled up to a compiled one with dummy
+        rows; and the decisions about chunk sizes, segment by segment.
+    """
+    model = model_of(weights)
+    plan = make_plan(model, len(rows), max(len(row) for row in rows), policy)
+    cache, logits = program(weights, Spec("init", plan.batch))()
+    decided: list[Decision] = []
+    statistics: list[jax.Array] = []
+    with track("Reading", len(plan.segments), show=None if len(plan.segments) > 1 else False) as advance:
+        for i, (_, tokens, lengths) in enumerate(segments(rows, plan)):
+            segment = plan.segments[i]
+            chunk_size, decisions = segment.chunk_size, segment.decisions
+            if policy is not None and statistics and i >= LAG:
+                decisions = decide(
+                    model, plan.batch, policy, plan.length, np.asarray(statistics[i - LAG]), i, segment.length
+                )
+                chunk_size = run_chunk_size(decisions, segment.length)
+                decisions = honour(decisions, chunk_size)
+            run = program(weights, Spec("prefill", plan.batch, segment.length, chunk_size, plan.watch))
+            cache, logits, statistic = run(weights, tokens, lengths, cache, logits)
+            if statistic is not None:
+                statistic.copy_to_host_async()
+                statistics.append(statistic)
+            decided += decisions
             advance(1)
-    return cache, logits
+    return cache, logits, tuple(decided)

@@ -17,13 +17,14 @@ A row's token depends on its own logits, settings, key and step alone, whatever 
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 _PART = 256  # logits that the CPU's argmax looks at together
 _MAX, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -72,14 +73,14 @@ class Sampler:
         _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "a finite number above 0")
 
         def rows(value: float, dtype: type) -> Array:
-            return jnp.full((batch,), value, dtype)
+            return cast(Array, np.full((batch,), value, dtype))  # programs take either
 
         return cls(
-            temperature=rows(temperature, jnp.float32),
-            top_k=rows(min(top_k or 0, 2**31 - 1), jnp.int32),
-            top_p=rows(1.0 if top_p is None else top_p, jnp.float32),
-            min_p=rows(min_p or 0.0, jnp.float32),
-            repetition_penalty=rows(repetition_penalty, jnp.float32),
+            temperature=rows(temperature, np.float32),
+            top_k=rows(min(top_k or 0, 2**31 - 1), np.int32),
+            top_p=rows(1.0 if top_p is None else top_p, np.float32),
+            min_p=rows(min_p or 0.0, np.float32),
+            repetition_penalty=rows(repetition_penalty, np.float32),
         )
 
 
@@ -92,15 +93,15 @@ def _check(name: str, value: object, good: bool, wanted: str) -> None:
         raise ValueError(f"{name}: got {value!r}, wanted {wanted}")
 
 
-def row_keys(seed: int | Sequence[int], batch: int) -> PRNGKeyArray:
-    """Typed threefry keys, one a row, whatever jax_default_prng_impl and jax_enable_x64 say.
+def row_keys(seed: int | Sequence[int], batch: int) -> np.ndarray:
+    """Data of threefry keys, one a row, whatever jax_default_prng_impl and jax_enable_x64 say.
 
     Args:
         seed: one seed for all rows (rows with the same prompt then draw the same tokens), or one a row.
         batch: rows.
 
     Returns:
-        Keys of shape (batch,).
+        (batch, 2) uint32.
 
     Raises:
         ValueError: if a seed is no integer from 0 to 2**64 - 1, or there is not one a row.
@@ -110,13 +111,12 @@ def row_keys(seed: int | Sequence[int], batch: int) -> PRNGKeyArray:
         raise ValueError(f"seed: got {len(seeds)} seeds for {batch} rows, wanted one, or one a row")
     for item in seeds:
         _check("seed", item, _is_integer(item) and 0 <= item < 2**64, "an integer from 0 to 2**64 - 1")
-    words = np.array([[int(item) >> 32, int(item) & 0xFFFFFFFF] for item in seeds], np.uint32).reshape(batch, 2)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    return np.array([[int(item) >> 32, int(item) & 0xFFFFFFFF] for item in seeds], np.uint32).reshape(batch, 2)
 
 
 def sample(
     logits: Float[Array, "b v"],
-    keys: PRNGKeyArray,
+    keys: UInt32[Array, "b 2"],
     step: Int32[Array, "..."] | int,
     sampler: Sampler,
     seen: Bool[Array, "b v"],
@@ -128,7 +128,7 @@ def sample(
 
     Args:
         logits: (b, v), any float dtype; computed in float32.
-        keys: typed keys of shape (b,), as `row_keys` makes them; never split, so the same ones serve every step.
+        keys: (b, 2) uint32, as `row_keys` makes them; never split, so the same ones serve every step.
         step: number of the draw, one for all rows or (b,).
         sampler: settings of each row.
         seen: (b, v), the ids that the repetition penalty applies to.
@@ -227,13 +227,14 @@ def _threshold(image: UInt32[Array, "b v"], weight: Array, target: Array) -> UIn
     return lax.fori_loop(0, 32, fix_bit, jnp.zeros(image.shape[0], jnp.uint32))
 
 
-def _gumbel(keys: PRNGKeyArray, step: Int32[Array, "..."] | int, shape: tuple[int, ...]) -> Float32[Array, "b v"]:
+def _gumbel(keys: UInt32[Array, "b 2"], step: Int32[Array, "..."] | int, shape: tuple[int, ...]) -> Float32[Array, "b v"]:
     """Gumbel noise -log E, E ~ Exp(1), each row from its own key and step.
 
     E = -log(1 - u) keeps the precision of small u, which are the large noises that unlikely tokens win with. u is
     kept below 1, where E would be infinite.
     """
-    rows = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(jnp.asarray(step, jnp.int32), shape[:1]))
+    typed = jax.random.wrap_key_data(keys, impl="threefry2x32")
+    rows = jax.vmap(jax.random.fold_in)(typed, jnp.broadcast_to(jnp.asarray(step, jnp.int32), shape[:1]))
     bits = jax.vmap(lambda key: jax.random.bits(key, shape[1:], jnp.uint32))(rows)
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))

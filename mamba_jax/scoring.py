@@ -8,9 +8,9 @@ import numpy as np
 
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import compile_programs, program, program_weights, segments
+from mamba_jax.planning import make_plan
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
 from mamba_jax.progress import track
-from mamba_jax.scheduler.segments import plan_segments
 from mamba_jax.text import Tokenizer
 
 BATCH = 8  # texts read together; longer ones first, so that neighbours are of like lengths
@@ -62,12 +62,14 @@ def score(
     rows, single, _ = as_rows(params, texts, tokenizer)
     weights = program_weights(params)
 
-    def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+    def segment(
+        run: Any, group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray
+    ) -> Any:
         targets = np.zeros_like(tokens)
         for i, row in enumerate(group):
             part = row[offset + 1 : offset + 1 + tokens.shape[1]]
             targets[i, : len(part)] = part
-        return program("score", weights, *tokens.shape)(weights, tokens, targets, lengths, cache)
+        return run(weights, tokens, targets, lengths, cache)
 
     scores = [
         Score(tokens=row, logprobs=[None, *logprobs[: len(row) - 1].tolist()])
@@ -103,33 +105,34 @@ def embed(
     rows, single, _ = as_rows(params, texts, tokenizer)
     weights = program_weights(params)
 
-    def segment(group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+    def segment(
+        run: Any, group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray
+    ) -> Any:
         del group, offset
-        return program("embed", weights, *tokens.shape)(weights, tokens, lengths, cache)
+        return run(weights, tokens, lengths, cache)
 
     states = _read(weights, rows, "embed", segment)
     return states[0] if single else states
 
 
 def _read(weights: Params, rows: list[list[int]], kind: str, segment: Callable[..., Any]) -> list[np.ndarray]:
-    """Run rows through `segment(group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
+    """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
     groups = list(_groups(rows))
-    plans = [plan_segments(len(rows[indices[0]])) for indices in groups]
-    wanted = {("init", len(indices), 0) for indices in groups}
-    wanted |= {(kind, len(indices), size) for indices, plan in zip(groups, plans, strict=True) for size in plan}
-    compile_programs(weights, sorted(wanted))
+    plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]])) for indices in groups]
+    compile_programs(weights, [spec for plan in plans for spec in reading_specs(kind, plan.batch, plan.programs)])
     values: list[np.ndarray] = [np.empty(0)] * len(rows)
-    total = sum(map(len, plans))
+    total = sum(len(plan.segments) for plan in plans)
     with track("Reading", total, show=None if total > 1 else False) as advance:
-        for indices in groups:
+        for indices, plan in zip(groups, plans, strict=True):
             group = [rows[i] for i in indices]
-            cache, _ = program("init", weights, len(group), 0)()
+            cache, _ = program(weights, Spec("init", plan.batch))()
             parts: list[np.ndarray] = []
-            for offset, tokens, lengths in segments(group):
-                cache, part = segment(group, cache, offset, tokens, lengths)
+            for planned, (offset, tokens, lengths) in zip(plan.segments, segments(group, plan), strict=True):
+                run = program(weights, Spec(kind, plan.batch, planned.length, planned.chunk_size))
+                cache, part = segment(run, group, cache, offset, tokens, lengths)
                 parts.append(np.asarray(part))
                 advance(1)
-            joined = np.concatenate(parts, axis=1)
+            joined = np.concatenate(parts, axis=1)[: len(group)]
             for i, row in zip(indices, joined, strict=True):
                 values[i] = row[: len(rows[i])].copy()
                 if not np.isfinite(values[i]).all():

@@ -1,4 +1,6 @@
-"""Chunk size when nobody measured: a stated rule by platform, layer kind and length."""
+"""Chunk sizes: what they may be, and a stated rule by platform, layer kind and length for where nobody measured."""
+
+ChunkSize = int | tuple[int, ...]  # one for all layers, or one a layer
 
 
 def default_chunk_size(platform: str, layer: str, length: int) -> int:
@@ -20,3 +22,25 @@ def default_chunk_size(platform: str, layer: str, length: int) -> int:
     else:
         best = {"mamba1": 32, "mamba2": 128}
     return min(best[layer], covering)
+
+
+def fit_chunk_size(chunk_size: ChunkSize, length: int) -> ChunkSize:
+    """The chunk size that does the same work on `length` positions: none longer than the power of two that covers them.
+
+    A tuple of equal sizes becomes the one size.
+    """
+    covering = 1 << max(length - 1, 0).bit_length()
+    if isinstance(chunk_size, int):
+        return min(chunk_size, covering)
+    sizes = tuple(min(size, covering) for size in chunk_size)
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def check_chunk_size(chunk_size: object, n_layer: int) -> None:
+    """Raise ValueError unless it is an integer of at least 1 or a tuple of one for each layer."""
+    sizes = chunk_size if isinstance(chunk_size, tuple) else (chunk_size,)
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    if not whole or (isinstance(chunk_size, tuple) and len(sizes) != n_layer):
+        raise ValueError(
+            f"chunk_size: got {chunk_size!r}, wanted 'auto', an integer of at least 1, or a tuple of {n_layer} of them"
+        )

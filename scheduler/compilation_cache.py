@@ -31,6 +31,13 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     return folder
 
 
+def own_folder() -> Path:
+    """Where this package keeps things for the user: $MAMBA_JAX_CACHE, $XDG_CACHE_HOME/mamba_jax or ~/.cache/mamba_jax."""
+    own = os.environ.get("MAMBA_JAX_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mamba_jax").expanduser()
+
+
 def _default_folder() -> str | Path:
-    own = os.environ.get("MAMBA_JAX_CACHE") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mamba_jax"
+    if not os.environ.get("MAMBA_JAX_CACHE") and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return own_folder()

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,11 @@ def reference_dir() -> Path:
     if not (path / "kernel_goldens.safetensors").is_file():
         pytest.fail(f"MAMBA_JAX_REFERENCE={folder} holds no kernel_goldens.safetensors")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes what the user keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAMBA_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -5,7 +5,7 @@ weights every step (docs/design.md, "Layers").
 """
 
 import functools
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,24 @@ from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
 from mamba_jax.params import Layer, Mamba1Layer, Params
-from mamba_jax.scheduler.chunks import default_chunk_size
+from mamba_jax.scheduler.chunks import ChunkSize, check_chunk_size, default_chunk_size
+from mamba_jax.scheduler.signals import Watch, every_kth_layer
+
+
+class Reading(NamedTuple):
+    """What reading a block of positions gives."""
+
+    hidden: Float[Array, "b l m"]  # final states, after norm_f, in the weights' dtype
+    cache: MambaCache  # after the block
+    inputs: tuple[Float[Array, "b l m"], ...]  # of each layer; cost nothing where they are not used
+    statistics: Float[Array, "layers 2"] | None  # of the layers that were to be watched
 
 
 class _Scan(TypedDict):
     lengths: Array | None
     segment_ids: Array | None
     chunk_size: int
+    watch: Watch | None
 
 
 def hidden_states(
@@ -36,8 +47,9 @@ def hidden_states(
     *,
     lengths: Int[Array, "b"] | None = None,
     segment_ids: Int[Array, "b l"] | None = None,
-    chunk_size: int,
-) -> tuple[Float[Array, "b l m"], MambaCache, tuple[Float[Array, "b l m"], ...]]:
+    chunk_size: ChunkSize,
+    watch: Watch | None = None,
+) -> Reading:
     """Read a block of positions.
 
     Args:
@@ -46,11 +58,8 @@ def hidden_states(
         cache: state before the block; None is the zero state.
         lengths: valid positions of each row, the rest being padding on the right; 0 leaves the row's cache alone.
         segment_ids: packed sequences; see `forward`.
-        chunk_size: of the scans.
-
-    Returns:
-        Final hidden states (after norm_f) in the weights' dtype, the cache after the block, and what entered each
-        layer (which costs nothing where it is not used).
+        chunk_size: of the scans, one for all layers or one a layer.
+        watch: what to compute of the x that enters the scans, and in which layers.
     """
     config = params.config
     if cache is None:
@@ -59,15 +68,29 @@ def hidden_states(
     inputs: list[Array] = []
     conv: list[Array] = []
     ssm: list[Array] = []
-    scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
-    for i, layer in enumerate(params.layers):
+    statistics: list[Array] = []
+    chunk_sizes = (chunk_size,) * config.n_layer if isinstance(chunk_size, int) else chunk_size
+    watched = set() if watch is None else set(every_kth_layer(config.n_layer, watch.every))
+    for i, (layer, chunk) in enumerate(zip(params.layers, chunk_sizes, strict=True)):
         with jax.named_scope(f"layer_{i}"):
             inputs.append(residual.astype(params.dtype))
-            residual, conv_state, ssm_state = _read_layer(layer, config, residual, cache.conv[i], cache.ssm[i], **scan)
+            residual, conv_state, ssm_state, statistic = _read_layer(
+                layer,
+                config,
+                residual,
+                cache.conv[i],
+                cache.ssm[i],
+                lengths=lengths,
+                segment_ids=segment_ids,
+                chunk_size=chunk,
+                watch=watch if i in watched else None,
+            )
             conv.append(conv_state)
             ssm.append(ssm_state)
+            statistics += [] if statistic is None else [statistic]
     hidden = _block_norm(config, residual, params.norm_f, params.norm_f_bias)
-    return hidden, MambaCache(conv=tuple(conv), ssm=tuple(ssm)), tuple(inputs)
+    cache = MambaCache(conv=tuple(conv), ssm=tuple(ssm))
+    return Reading(hidden, cache, tuple(inputs), jnp.stack(statistics) if statistics else None)
 
 
 def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
@@ -107,7 +130,7 @@ def forward(
     lengths: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     cache: MambaCache | None = None,
-    chunk_size: int | Literal["auto"] = "auto",
+    chunk_size: ChunkSize | Literal["auto"] = "auto",
     output_hidden_states: bool = False,
 ) -> Float[Array, "b l v"] | tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]:
     """Logits of every position. Differentiable (in reverse mode).
@@ -120,7 +143,8 @@ def forward(
             others, not even of positions of the same id beyond another; negative ids are padding, on the left as well
             as on the right. Not with lengths or cache.
         cache: the state that precedes the first position; None is the zero state.
-        chunk_size: of the scans; speed only, never results. "auto" picks one for the platform and the length.
+        chunk_size: of the scans, one for all layers or a tuple with one a layer; speed only, never results. "auto"
+            picks one for the platform and the length.
         output_hidden_states: also return the hidden states.
 
     Returns:
@@ -145,7 +169,7 @@ def prefill(
     *,
     lengths: ArrayLike | None = None,
     cache: MambaCache | None = None,
-    chunk_size: int | Literal["auto"] = "auto",
+    chunk_size: ChunkSize | Literal["auto"] = "auto",
 ) -> tuple[Float[Array, "b v"], MambaCache]:
     """Read a block of positions: logits of each row's last valid position, and the cache after it.
 
@@ -192,22 +216,20 @@ def _forward(
     lengths: Array | None,
     segment_ids: Array | None,
     cache: MambaCache | None,
-    chunk_size: int,
+    chunk_size: ChunkSize,
     output_hidden_states: bool,
 ) -> Array | tuple[Array, tuple[Array, ...]]:
-    hidden, _, inputs = hidden_states(
-        params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size
-    )
-    logits = head(params, hidden)
-    return (logits, (*inputs, hidden)) if output_hidden_states else logits
+    read = hidden_states(params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size)
+    logits = head(params, read.hidden)
+    return (logits, (*read.inputs, read.hidden)) if output_hidden_states else logits
 
 
 @jax.jit(static_argnames="chunk_size")
 def _prefill(
-    params: Params, tokens: Array, lengths: Array | None, cache: MambaCache | None, chunk_size: int
+    params: Params, tokens: Array, lengths: Array | None, cache: MambaCache | None, chunk_size: ChunkSize
 ) -> tuple[Array, MambaCache]:
-    hidden, cache, _ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
-    return head(params, last_valid(hidden, lengths)), cache
+    read = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    return head(params, last_valid(read.hidden, lengths)), read.cache
 
 
 _step = jax.jit(decode_step)
@@ -223,7 +245,7 @@ def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
 
 
 # Compiled functions of one layer: layers of one shape are traced once. XLA inlines them where they are called.
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "watch"))
 def _read_layer(
     layer: Layer,
     config: MambaConfig,
@@ -234,14 +256,20 @@ def _read_layer(
     lengths: Int[Array, "b"] | None,
     segment_ids: Int[Array, "b l"] | None,
     chunk_size: int,
-) -> tuple[Array, Array, Array]:
+    watch: Watch | None,
+) -> tuple[Array, Array, Array, Array | None]:
     u = _block_norm(config, residual, layer.norm, layer.norm_bias)
-    scan: _Scan = {"lengths": lengths, "segment_ids": segment_ids, "chunk_size": chunk_size}
+    scan: _Scan = {
+        "lengths": lengths,
+        "segment_ids": segment_ids,
+        "chunk_size": chunk_size,
+        "watch": watch,
+    }
     if isinstance(layer, Mamba1Layer):
-        y, new_conv, new_ssm = mamba1_mixer(layer, config, u, conv, ssm, **scan)
+        y, new_conv, new_ssm, statistic = mamba1_mixer(layer, config, u, conv, ssm, **scan)
     else:
-        y, new_conv, new_ssm = mamba2_mixer(layer, config, u, conv, ssm, **scan)
-    return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
+        y, new_conv, new_ssm, statistic = mamba2_mixer(layer, config, u, conv, ssm, **scan)
+    return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype), statistic
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -272,8 +300,8 @@ def _check_block(
     tokens: ArrayLike,
     lengths: ArrayLike | None,
     cache: MambaCache | None,
-    chunk_size: int | Literal["auto"],
-) -> tuple[Array, Array | None, int]:
+    chunk_size: ChunkSize | Literal["auto"],
+) -> tuple[Array, Array | None, ChunkSize]:
     ids, rows = _check_tokens(params, tokens, ndim=2), None
     batch, length = ids.shape
     if lengths is not None:
@@ -286,8 +314,8 @@ def _check_block(
         _check_cache(params, cache, batch)
     if chunk_size == "auto":
         chunk_size = default_chunk_size(jax.default_backend(), params.config.layer, length)
-    elif not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size!r}, wanted 'auto' or an integer of at least 1")
+    else:
+        check_chunk_size(chunk_size, params.config.n_layer)
     return ids, rows, chunk_size
 
 

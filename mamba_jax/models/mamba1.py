@@ -14,6 +14,7 @@ from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import rms_norm
 from mamba_jax.ops.scan import selective_scan, selective_scan_step
 from mamba_jax.params import Mamba1Layer
+from mamba_jax.scheduler.signals import Watch
 
 
 def mamba1_mixer(
@@ -26,14 +27,20 @@ def mamba1_mixer(
     lengths: Int[Array, "b"] | None,
     segment_ids: Int[Array, "b l"] | None,
     chunk_size: int,
-) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d"], Float[Array, "b n d"]]:
-    """Mix a block of positions; returns the output and the two states after each row's last valid position."""
+    watch: Watch | None,
+) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d"], Float[Array, "b n d"], Float[Array, "2"] | None]:
+    """Mix a block of positions.
+
+    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan gets
+    it.
+    """
     with jax.named_scope("in_proj"):
         x, z = jnp.split(linear(u, layer.in_proj, layer.in_proj_bias), 2, axis=-1)
     with jax.named_scope("conv"):
         x, conv_state = causal_conv1d(
             x, layer.conv, layer.conv_bias, window=conv_state, lengths=lengths, segment_ids=segment_ids
         )
+        statistic = None if watch is None else watch(x, lengths)
     with jax.named_scope("x_proj"):
         dt, B, C = _select(layer, config, x)
     with jax.named_scope("scan"):
@@ -52,7 +59,7 @@ def mamba1_mixer(
             lengths=lengths,
             segment_ids=segment_ids,
         )
-    return _project(layer, config, y), conv_state, ssm_state
+    return _project(layer, config, y), conv_state, ssm_state, statistic
 
 
 def mamba1_step(

@@ -13,6 +13,7 @@ from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import gated_rms_norm
 from mamba_jax.ops.ssd import ssd, ssd_step
 from mamba_jax.params import Mamba2Layer
+from mamba_jax.scheduler.signals import Watch
 
 
 def mamba2_mixer(
@@ -25,14 +26,20 @@ def mamba2_mixer(
     lengths: Int[Array, "b"] | None,
     segment_ids: Int[Array, "b l"] | None,
     chunk_size: int,
-) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"]]:
-    """Mix a block of positions; returns the output and the two states after each row's last valid position."""
+    watch: Watch | None,
+) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"], Float[Array, "2"] | None]:
+    """Mix a block of positions.
+
+    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan gets
+    it.
+    """
     with jax.named_scope("in_proj"):
         z, xBC, dt = _split_zxbcdt(config, linear(u, layer.in_proj, layer.in_proj_bias))
     with jax.named_scope("conv"):
         xBC, conv_state = causal_conv1d(
             xBC, layer.conv, layer.conv_bias, window=conv_state, lengths=lengths, segment_ids=segment_ids
         )
+        statistic = None if watch is None else watch(xBC[..., : config.d_inner], lengths)
         x, B, C = _split_xBC(config, xBC)
     with jax.named_scope("ssd"):
         fuse_gate = not config.gated_norm
@@ -52,7 +59,7 @@ def mamba2_mixer(
             lengths=lengths,
             segment_ids=segment_ids,
         )
-    return _gate_and_project(layer, config, y, z), conv_state, ssm_state
+    return _gate_and_project(layer, config, y, z), conv_state, ssm_state, statistic
 
 
 def mamba2_step(

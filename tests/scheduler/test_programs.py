@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mamba_jax import init_cache
-from mamba_jax.programs import program
+from mamba_jax.programs import Spec, program
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
 from tests.tiny import tiny_params
 
@@ -57,7 +57,7 @@ def test_a_failed_compilation_leaves_nothing_behind():
 
 def test_programs_take_weights_as_arguments_and_donate_the_cache():
     params = tiny_params("mamba2", n_layer=1)
-    text = program("decode", params, 1, 64, table=ProgramTable()).as_text()
+    text = program(params, Spec("decode", 1, 64), table=ProgramTable()).as_text()
     aliases = text[: text.index("\n")]
     assert aliases.count("-alias") >= len(jax.tree.leaves(init_cache(params.config, 1)))
     rows, width = params.embedding.shape
@@ -67,4 +67,4 @@ def test_programs_take_weights_as_arguments_and_donate_the_cache():
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="kind: got 'train'"):
-        program("train", tiny_params("mamba2", n_layer=1), 1, 16, table=ProgramTable())
+        program(tiny_params("mamba2", n_layer=1), Spec("train", 1, 16), table=ProgramTable())

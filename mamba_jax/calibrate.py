@@ -1,0 +1,157 @@
+"""Measure what reading a segment costs on this device, so that chunk sizes and segments are chosen by fact."""
+
+import datetime
+import random
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mamba_jax import planning
+from mamba_jax.params import Params
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights
+from mamba_jax.progress import track
+from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
+from mamba_jax.scheduler.chunks import default_chunk_size
+from mamba_jax.scheduler.programs import ProgramTable
+from mamba_jax.scheduler.segments import DEFAULT_LENGTHS, batch_bucket
+
+CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
+SAMPLE_SECONDS = 0.02  # a sample is the mean of as many runs as fill this
+
+
+def calibrate(
+    params: Params,
+    *,
+    batch: int | Iterable[int] = (1,),
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    chunk_sizes: Sequence[int] = CHUNK_SIZES,
+    rounds: int = 7,
+    folder: Path | None = None,
+) -> tuple[Calibration, ...]:
+    """Time every segment length at every chunk size, and keep the table for later requests.
+
+    Programs take turns, in another order each round, so that a device that slows down does so for all of them. What
+    does not fit into memory is left out and says so.
+
+    Args:
+        params: the model; weights' values do not matter.
+        batch: numbers of prompts, each filled up to a compiled number of rows.
+        lengths: of segments.
+        chunk_sizes: of the scans; one longer than a segment is left out. The stated rule's is always among them.
+        rounds: samples of each program.
+        folder: where tables are kept; None is the user's cache folder, where later requests look.
+
+    Returns:
+        What was measured, a calibration for each number of rows.
+
+    Raises:
+        ValueError: if an argument does not fit; the message names it.
+    """
+    for name, sizes in (("lengths", lengths), ("chunk_sizes", chunk_sizes)):
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"{name}: got {tuple(sizes)}, wanted at least one, each at least 1")
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}, wanted at least 1")
+    weights = program_weights(params)
+    batches = sorted({batch_bucket(each) for each in ([batch] if isinstance(batch, int) else batch)})
+    results = tuple(_calibrate(weights, rows, lengths, chunk_sizes, rounds) for rows in batches)
+    for result in results:
+        write_calibration(result, folder)
+    planning.forget_choices()
+    return results
+
+
+def _calibrate(
+    weights: Params, batch: int, lengths: Sequence[int], chunk_sizes: Sequence[int], rounds: int
+) -> Calibration:
+    model, table = model_of(weights), ProgramTable()
+    layer = model.config.layer
+    specs = []
+    for length in sorted(set(lengths)):
+        rule = default_chunk_size(model.platform, layer, length)
+        sizes = {size for size in chunk_sizes if size <= length} | {rule}
+        specs += [Spec("prefill", batch, length, size) for size in sorted(sizes)]
+    dropped = _compile(weights, specs, table)
+    runs = {spec: _Run(weights, spec, table) for spec in specs if spec not in dropped}
+    samples: dict[Spec, list[float]] = {spec: [] for spec in runs}
+    order = [spec for _ in range(rounds) for spec in random.Random(0).sample(list(runs), len(runs))]
+    with track("Timing", len(order)) as advance:
+        for spec in order:
+            if spec not in dropped:
+                try:
+                    samples[spec].append(runs[spec].sample())
+                except jax.errors.JaxRuntimeError as error:
+                    dropped[spec] = _first_line(error)
+            advance(1)
+    timings = tuple(
+        Timing(spec.length, int(str(spec.chunk_size)), tuple(samples[spec]))
+        if spec not in dropped
+        else Timing(spec.length, int(str(spec.chunk_size)), (), dropped[spec])
+        for spec in specs
+    )
+    today = datetime.date.today().isoformat()
+    return Calibration(model.device, planning.shape_of(model, batch), jax.__version__, today, timings)
+
+
+def _compile(weights: Params, specs: Sequence[Spec], table: ProgramTable) -> dict[Spec, str]:
+    """Compile what compiles and fits; gives why for the rest."""
+    dropped: dict[Spec, str] = {}
+    try:
+        compile_programs(weights, [Spec("init", specs[0].batch), *specs], table=table)
+    except jax.errors.JaxRuntimeError:  # some did not: find out which
+        for spec in specs:
+            try:
+                program(weights, spec, table=table)
+            except jax.errors.JaxRuntimeError as error:
+                dropped[spec] = _first_line(error)
+    limit = _memory_limit(weights)
+    for spec in specs:
+        if spec not in dropped and limit is not None:
+            plan: Any = program(weights, spec, table=table).memory_analysis()
+            needed = plan.temp_size_in_bytes + plan.argument_size_in_bytes + plan.output_size_in_bytes
+            needed -= plan.alias_size_in_bytes  # the cache is donated
+            if needed > limit:
+                dropped[spec] = f"needs {needed} bytes, the device has {limit}"
+    return dropped
+
+
+class _Run:
+    """A program that reads the same segment again and again."""
+
+    def __init__(self, weights: Params, spec: Spec, table: ProgramTable) -> None:
+        self._weights, self._program = weights, program(weights, spec, table=table)
+        self._init = program(weights, Spec("init", spec.batch), table=table)
+        rows = weights.config.vocab_size
+        self._tokens = np.random.default_rng(0).integers(0, rows, (spec.batch, spec.length), np.int32)
+        self._lengths = np.full(spec.batch, spec.length, np.int32)
+        self._warm = False
+
+    def sample(self) -> float:
+        """Seconds of one run, its empty cache made before and its first run left out."""
+        if not self._warm:
+            self._once()
+            self._warm = True
+        times: list[float] = []
+        while sum(times) < SAMPLE_SECONDS:
+            times.append(self._once())
+        return sum(times) / len(times)
+
+    def _once(self) -> float:
+        state = jax.block_until_ready(self._init())
+        start = time.perf_counter()
+        jax.block_until_ready(self._program(self._weights, self._tokens, self._lengths, *state))
+        return time.perf_counter() - start
+
+
+def _memory_limit(weights: Params) -> int | None:
+    device = next(iter(weights.embedding.devices()))
+    stats = device.memory_stats()
+    return None if stats is None else stats.get("bytes_limit")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]

@@ -1,0 +1,129 @@
+"""Compile ahead everything that a class of requests can need, so that no request waits for a compiler."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mamba_jax.params import Params
+from mamba_jax.planning import Model, as_policy, programs_for, watch_for
+from mamba_jax.programs import BLOCK, TABLE, Spec, compile_programs, model_of, program_weights, reading_specs
+from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
+from mamba_jax.scheduler.monitoring import count_compilations
+from mamba_jax.scheduler.policies import Policy
+from mamba_jax.scheduler.programs import ProgramTable
+from mamba_jax.scheduler.segments import batch_bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmth:
+    """What warming did.
+
+    Attributes:
+        programs: those that the requests can need.
+        compiled: of these, how many XLA compiled now.
+        fetched: of these, how many came from the folder instead.
+        seconds: the whole took.
+        folder: where compiled programs are kept.
+        bytes_written: that the folder grew by.
+    """
+
+    programs: tuple[Spec, ...]
+    compiled: int
+    fetched: int
+    seconds: float
+    folder: Path
+    bytes_written: int
+
+
+def warm(
+    params: Params,
+    *,
+    batch: int | Iterable[int] = (1,),
+    lengths: tuple[int, int] = (1, 2048),
+    max_new_tokens: int = 128,
+    policies: Iterable[Policy | str | None] = (None,),
+    tasks: Sequence[str] = ("generate",),
+    folder: str | os.PathLike[str] | None = None,
+    strict: bool = False,
+    table: ProgramTable = TABLE,
+) -> Warmth:
+    """Compile all programs that such requests can need, into this process and into the persistent cache.
+
+    Afterwards the process's table counts as complete: a program that is still compiled logs a warning that names it.
+
+    Args:
+        params: the model; only shapes, dtypes and placement matter.
+        batch: numbers of prompts a request may have.
+        lengths: fewest and most tokens of a prompt (of `score` and `embed`: of a text).
+        max_new_tokens: most tokens a request may generate; 0 for none.
+        policies: that requests may name; None is the static choice by measured tables.
+        tasks: of "generate", "score" and "embed".
+        folder: of the persistent cache, which `enable_compilation_cache` is called with. It holds executable code and
+            must be trusted; one made here belongs to the user alone.
+        strict: a program that is still compiled afterwards is an error (`ColdProgramError`) instead of a warning.
+        table: where programs are kept.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: if an argument does not fit; the message names it.
+        OSError: if the folder cannot be made.
+    """
+    weights = program_weights(params)
+    specs = specs_for(
+        model_of(weights), batch=batch, lengths=lengths, max_new_tokens=max_new_tokens, policies=policies, tasks=tasks
+    )
+    where = enable_compilation_cache(folder)
+    before, start = _bytes_in(where), time.perf_counter()
+    with count_compilations() as counts:
+        compile_programs(weights, specs, table=table, expected=True)
+    table.complete, table.strict = True, strict
+    return Warmth(
+        programs=specs,
+        compiled=counts.compiled,
+        fetched=counts.fetched,
+        seconds=time.perf_counter() - start,
+        folder=where,
+        bytes_written=_bytes_in(where) - before,
+    )
+
+
+def specs_for(
+    model: Model,
+    *,
+    batch: int | Iterable[int],
+    lengths: tuple[int, int],
+    max_new_tokens: int,
+    policies: Iterable[Policy | str | None],
+    tasks: Sequence[str],
+) -> tuple[Spec, ...]:
+    """The programs that such requests can need; arguments and errors as in `warm`."""
+    batches = sorted({batch_bucket(each) for each in ([batch] if isinstance(batch, int) else batch)})
+    if not batches:
+        raise ValueError("batch: got no number of prompts, wanted at least one")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 0")
+    if unknown := set(tasks) - {"generate", "score", "embed"}:
+        raise ValueError(f"tasks: got {sorted(unknown)}, wanted some of 'generate', 'score', 'embed'")
+    low, high = lengths
+    found: dict[Spec, None] = {}
+    for rows in batches:
+        for task in tasks:
+            # Generation reads its own text again where a stop string ended it and the cache is wanted.
+            last = high + max_new_tokens if task == "generate" else high
+            for policy in map(as_policy, policies) if task == "generate" else [None]:
+                kind = "prefill" if task == "generate" else task
+                reading = programs_for(model, rows, low, last, policy)
+                found |= dict.fromkeys(reading_specs(kind, rows, reading, watch_for(policy)))
+            if task == "generate":
+                found[Spec("row", rows)] = None
+                if max_new_tokens:
+                    found |= {Spec("decode", rows, BLOCK, sampling=sampling): None for sampling in (False, True)}
+    return tuple(found)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
