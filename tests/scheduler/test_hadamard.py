@@ -158,6 +158,11 @@ def test_zero_mean_is_not_enough_for_a_gain_and_heavy_tails_are(seed):
     even, heavy = rng.random((16, 2048)) - 0.5, rng.standard_t(3, (16, 2048))
     assert entropy_gain(even, hadamard(even)) < -0.4
     assert entropy_gain(heavy, hadamard(heavy)) > 1.0
+    # Over common bins both gain a little, and neither by the theorem: there is no doubly stochastic matrix.
+    for x in (even, heavy):
+        p, q = shared_masses(x, hadamard(x), margin=0.0)
+        assert 0.1 < shannon(q) - shannon(p) < 0.25
+        assert not majorizes(p, q)
 
 
 def test_the_sinkhorn_fit_finds_the_blur_that_was_applied():
