@@ -35,7 +35,16 @@ import mamba_jax
 from bench.models import PUBLISHED, random_params
 from mamba_jax.ops.linear import linear
 from mamba_jax.planning import Plan, make_plan
-from mamba_jax.programs import BLOCK, Spec, compile_programs, model_of, program, program_weights, read_prompts, reading_specs
+from mamba_jax.programs import (
+    BLOCK,
+    Spec,
+    compile_programs,
+    model_of,
+    program,
+    program_weights,
+    read_prompts,
+    reading_specs,
+)
 
 TURN = 0.2  # seconds of a short task's runs between two probes
 AGREE = 0.15  # largest relative difference of two probes around a timing that counts
@@ -80,10 +89,9 @@ class Ours:
         """Seconds of the compiled program alone that reads `length` tokens, its arguments on the device."""
         plan = self.plan(length)
         run = program(self.params, reading_specs("prefill", plan.batch, plan.programs)[1])
-        tokens = np.zeros((plan.batch, length), np.int32)
-        tokens[: self.batch] = self._prompts(length)
-        lengths = (np.arange(plan.batch, dtype=np.int32) < self.batch) * np.int32(length)
-        tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+        rows = np.zeros((plan.batch, length), np.int32)
+        rows[: self.batch] = self._prompts(length)
+        tokens, lengths = jnp.asarray(rows), jnp.where(jnp.arange(plan.batch) < self.batch, length, 0)
         state = program(self.params, Spec("init", plan.batch))()
         times = []
         for _ in range(10):

@@ -365,7 +365,9 @@ def warm(
         from mamba_jax.warm import specs_for
 
         specs = specs_for(_described(model, dtype), **wanted)
-        facts: dict[str, Any] = {"programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]}
+        facts: dict[str, Any] = {
+            "programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]
+        }
         lines = [" ".join(f"{name}={value}" for name, value in spec._asdict().items() if value) for spec in specs]
     else:
         import mamba_jax

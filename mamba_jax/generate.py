@@ -164,8 +164,8 @@ def generate(
         logprobs: also return log-probabilities.
         return_cache: also return each row's cache and the logits that follow its last token.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
-        policy: what decides the chunk sizes of reading the prompt: a policy or its name (`mamba_jax.scheduler.policies`).
-            Speed only, never results. None takes the fastest measured ones.
+        policy: what decides the chunk sizes of reading the prompt: a policy, or a name that
+            `mamba_jax.scheduler.policies.policy` knows. Speed only, never results. None takes the fastest measured.
         mode: "device" (one compiled loop), "host" (a dispatch per token) or "recompute" (no cache: the whole text is
             read again for each token). The last two exist to be compared with the first; all give the same tokens.
 
@@ -502,13 +502,13 @@ def _blocks(request: Request, state: DecodeState, rows: list[_Row], *, block: in
     weights, left = request.weights, request.max_new_tokens
     flying: collections.deque[tuple[int, jax.Array, jax.Array]] = collections.deque()
     stopped = np.zeros(request.batch, bool)
-    run = program(weights, _decode_spec(request)) if left else None
     while left or flying:
         while left and len(flying) < depth:
             if sum(row.stopped for row in rows) > stopped.sum():
                 stopped[: len(rows)] = [row.stopped for row in rows]
                 state = dataclasses.replace(state, finished=_host(np.asarray(state.finished) | stopped))
             count = min(left, block)
+            run = program(weights, _decode_spec(request))
             state, tokens, logprobs = run(weights, state, request.on_device, np.array(count, np.int32))
             flying.append((count, tokens, logprobs))
             left -= count

@@ -8,6 +8,7 @@ chunk sizes instead, by length or by a statistic of the text itself.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -212,7 +213,7 @@ def make_plan(model: Model, batch: int, length: int, policy: Policy | None = Non
     Raises:
         ValueError: if batch or length is below 1.
     """
-    return _plan(model, batch_bucket(batch), length, policy)
+    return _plan(model, batch_bucket(batch), length, cast(Any, policy))  # policies are frozen, thus hashable
 
 
 @functools.lru_cache(maxsize=16384)

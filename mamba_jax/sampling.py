@@ -227,7 +227,9 @@ def _threshold(image: UInt32[Array, "b v"], weight: Array, target: Array) -> UIn
     return lax.fori_loop(0, 32, fix_bit, jnp.zeros(image.shape[0], jnp.uint32))
 
 
-def _gumbel(keys: UInt32[Array, "b 2"], step: Int32[Array, "..."] | int, shape: tuple[int, ...]) -> Float32[Array, "b v"]:
+def _gumbel(
+    keys: UInt32[Array, "b 2"], step: Int32[Array, "..."] | int, shape: tuple[int, ...]
+) -> Float32[Array, "b v"]:
     """Gumbel noise -log E, E ~ Exp(1), each row from its own key and step.
 
     E = -log(1 - u) keeps the precision of small u, which are the large noises that unlikely tokens win with. u is

@@ -100,7 +100,7 @@ def device_name(platform: str, device_kind: str) -> str:
 
 
 def find_calibration(device: str, shape: Shape) -> Calibration | None:
-    """The calibration of this shape on this device, or else of the nearest shape, if it is near, of the same layer kind.
+    """The calibration of this shape on this device, or else of a near shape with layers of the same kind.
 
     A calibration of the user's own goes before one that ships with the package.
     """

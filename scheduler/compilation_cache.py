@@ -32,7 +32,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
 
 
 def own_folder() -> Path:
-    """Where this package keeps things for the user: $MAMBA_JAX_CACHE, $XDG_CACHE_HOME/mamba_jax or ~/.cache/mamba_jax."""
+    """Where things are kept for the user: $MAMBA_JAX_CACHE, $XDG_CACHE_HOME/mamba_jax or ~/.cache/mamba_jax."""
     own = os.environ.get("MAMBA_JAX_CACHE")
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mamba_jax").expanduser()
 

@@ -50,7 +50,8 @@ def _listen() -> None:
         _listening = True
 
 
-def _on_duration(event: str, _: float, **__: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
     if event == _COMPILED:
         with _lock:
             for counts in _counting:

@@ -5,9 +5,8 @@ COREY's rule (Eq. 2) turns an entropy H into a power of two between C_min and C_
     C = clip(2 ** round(log2(C_min + r (C_max - C_min))), C_min, C_max),    r = min(H / H_ref, 1),
 
 where the exponent is rounded half to even. The paper gives H_ref = ln K, C_min = 32, C_max = 512 as its default, but
-its tables come from three different rules, all of which are here under names of their own (`PRESETS`). None of these rules
-knows the machine: larger chunks are not faster everywhere, so a policy's chunk is a choice among candidates that
-someone has measured.
+its tables come from three different rules, all of which are here under names of their own (`PRESETS`). None of them
+knows the machine, and larger chunks are not faster everywhere: compare any of them with what was measured there.
 """
 
 import abc
@@ -147,6 +146,26 @@ def h_ref_sensitivity(
         for h_ref in h_refs
         for entropy in entropies
     ]
+
+
+def _exponents(c_min: int, c_max: int) -> range:
+    """The exponents that Eq. 2 can round to."""
+    return range(round(math.log2(c_min)), round(math.log2(c_max)) + 1)
+
+
+def _clipped_powers(c_min: int, c_max: int) -> tuple[int, ...]:
+    """What Eq. 2 can give, ascending: powers of two, but for ends that are none."""
+    return tuple(min(max(1 << exponent, c_min), c_max) for exponent in _exponents(c_min, c_max))
+
+
+def _check_chunks(name: str, chunks: Sequence[int]) -> None:
+    if not chunks or any(isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 for chunk in chunks):
+        raise ValueError(f"{name}: got {chunks}, wanted whole numbers of at least 1")
+
+
+def _check_range(c_min: int, c_max: int) -> None:
+    if not 1 <= c_min <= c_max:
+        raise ValueError(f"c_min, c_max: got {c_min}, {c_max}, wanted 1 <= c_min <= c_max")
 
 
 # Policies
@@ -303,8 +322,9 @@ class EntropyRule(_Rule):
 
     @property
     def name(self) -> str:
-        """The label, else entropy:STATISTIC[:MIN..MAX]."""
-        return self.label or f"entropy:{self.estimator.kind}" + _range_suffix(self.c_min, self.c_max)
+        """The label, else entropy:STATISTIC[:MIN..MAX], which does not tell every estimator and h_ref."""
+        robust = "-robust" if self.estimator.range == "robust" else ""
+        return self.label or f"entropy:{self.estimator.kind}{robust}" + _range_suffix(self.c_min, self.c_max)
 
     @property
     def reference(self) -> float:
@@ -371,7 +391,7 @@ class LengthRule(_Rule):
 
     @property
     def name(self) -> str:
-        """length."""
+        """`length`."""
         return "length"
 
     @property
@@ -505,6 +525,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         _check_chunks("chunk", (self.chunk,))
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"{name}: got {value!r}, wanted a number")
 
     def bounds(self, feature: str) -> tuple[float, float] | None:
         """Lowest and highest value of a feature, or None if the rule does not look at it."""
@@ -672,6 +695,12 @@ def _leaves(tree: Any, features: Sequence[str]) -> Iterable[Rule]:
 
 # Names
 
+PRESETS: Mapping[str, Policy] = {
+    "corey-default": EntropyRule(label="corey-default"),
+    "corey-legacy": EntropyRule(h_ref=LEGACY_H_REF, label="corey-legacy"),
+    "corey-h800": EntropyRule(c_min=128, c_max=2048, label="corey-h800"),
+    "bits-tile-legacy": TileRule(),
+}
 Maker = Callable[[str], Policy]
 
 
@@ -680,8 +709,9 @@ def policy(spec: str, more: Mapping[str, Maker] | None = None) -> Policy:
 
     - a preset: "corey-default", "corey-legacy", "corey-h800", "bits-tile-legacy";
     - "static:128", "length", "layers:64,128,128", "table:PATH";
-    - "midpoint", "random:7", "entropy" or "entropy:sampled" (a kind of `Estimator`), each with its range of chunks if
-      that is not 32 to 512: "midpoint:128..2048", "random:7:128..2048", "entropy:sampled:128..2048";
+    - "midpoint", "random:7", "entropy" or "entropy:sampled" (a kind of `Estimator`, "sampled-robust" for the robust
+      range), each with its range of chunks if that is not 32 to 512: "midpoint:128..2048", "random:7:128..2048",
+      "entropy:sampled:128..2048";
     - "guarded:sampled", which is "entropy:sampled" guarded, with a range too, or "guarded:" and any other string.
 
     Args:
@@ -732,14 +762,13 @@ def _random(rest: str) -> Policy:
 
 def _entropy(rest: str) -> Policy:
     first, bounds = _split(rest)
-    kind: Any = first or "histogram"
-    return EntropyRule(Estimator(kind), *bounds)
+    return EntropyRule(_estimator(first or "histogram"), *bounds)
 
 
 def _guarded(rest: str, more: Mapping[str, Maker] | None) -> Policy:
     first, bounds = _split(rest)
-    own = first in ("", *get_args(Kind))
-    return Guarded(EntropyRule(Estimator(first or "sampled"), *bounds) if own else policy(rest, more))  # type: ignore[arg-type]
+    own = first.removesuffix("-robust") in ("", *get_args(Kind))
+    return Guarded(EntropyRule(_estimator(first or "sampled"), *bounds) if own else policy(rest, more))
 
 
 def _length(rest: str) -> Policy:
@@ -759,8 +788,13 @@ _MAKERS: Mapping[str, Maker] = {
 }
 
 
+def _estimator(text: str) -> Estimator:
+    kind: Any = text.removesuffix("-robust")
+    return Estimator(kind, range="robust" if text.endswith("-robust") else "minmax")
+
+
 def _split(rest: str) -> tuple[str, tuple[int, int] | tuple[()]]:
-    """ "sampled:128..2048" as ("sampled", (128, 2048)); either may be missing."""
+    """Split "sampled:128..2048" into "sampled" and (128, 2048); either may be missing."""
     first, _, last = rest.rpartition(":")
     low, dots, high = last.partition("..")
     if not dots:
@@ -776,31 +810,3 @@ def _whole(text: str, wanted: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"got {text!r}, wanted {wanted}")
     return int(text)
-
-
-def _exponents(c_min: int, c_max: int) -> range:
-    """The exponents that Eq. 2 can round to."""
-    return range(round(math.log2(c_min)), round(math.log2(c_max)) + 1)
-
-
-def _clipped_powers(c_min: int, c_max: int) -> tuple[int, ...]:
-    """What Eq. 2 can give, ascending: powers of two, but for ends that are none."""
-    return tuple(min(max(1 << exponent, c_min), c_max) for exponent in _exponents(c_min, c_max))
-
-
-def _check_chunks(name: str, chunks: Sequence[int]) -> None:
-    if not chunks or any(isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 for chunk in chunks):
-        raise ValueError(f"{name}: got {chunks}, wanted whole numbers of at least 1")
-
-
-def _check_range(c_min: int, c_max: int) -> None:
-    if not 1 <= c_min <= c_max:
-        raise ValueError(f"c_min, c_max: got {c_min}, {c_max}, wanted 1 <= c_min <= c_max")
-
-
-PRESETS: Mapping[str, Policy] = {
-    "corey-default": EntropyRule(label="corey-default"),
-    "corey-legacy": EntropyRule(h_ref=LEGACY_H_REF, label="corey-legacy"),
-    "corey-h800": EntropyRule(c_min=128, c_max=2048, label="corey-h800"),
-    "bits-tile-legacy": TileRule(),
-}

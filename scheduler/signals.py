@@ -8,7 +8,7 @@ between 0 (all values in one bin) and log K. The bins span the values' own minim
 paper's reading, which one outlier stretches and which therefore falls as tensors grow), or at most four mean absolute
 deviations around their mean (`range="robust"`, values beyond which count in the first and last bin).
 
-The proxies are moments put on the same scale (mean, standard deviation and rms over all values; log K in the same unit):
+The proxies are moments put on the same scale (over all values):
 
     cheap      log K * mean|u| / (rms + eps)
     variance   log K * std / (mean|u| + std + eps)
@@ -17,19 +17,19 @@ The proxies are moments put on the same scale (mean, standard deviation and rms 
 They are controls: "variance" and "kurtosis" are larger where the entropy is smaller, and a constant has the largest
 "cheap" there is.
 
-Every estimator is defined for every input. Values that are not finite and padded positions count for nothing. Nothing
-left to count, or one value, or equal values: a histogram's entropy is 0, and so are "variance" and "kurtosis".
+Every estimator is defined for every input. A position counts for nothing if it is padding or if any of its channels is
+not finite. With nothing left to count all are 0; of one value, or of equal values, all but "cheap" are.
 """
 
 import dataclasses
 import math
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import xlogy
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Kind = Literal["histogram", "sampled", "token", "cheap", "variance", "kurtosis"]
 Range = Literal["minmax", "robust"]
@@ -38,7 +38,6 @@ T = TypeVar("T")
 
 ROBUST_DEVIATIONS = 4.0  # half width of the robust range in mean absolute deviations (3.2 sigma of a normal)
 _SMALLEST_SPAN = 1e-30  # values no further apart than this are equal: bins / span must stay a float32
-_LARGEST = 2**31 - 1  # counts and their indices are int32
 
 
 def max_entropy(bins: int, units: Units = "nats") -> float:
@@ -114,61 +113,69 @@ class Estimator:
         x = jnp.asarray(u)[..., :: self._step, :].astype(jnp.float32)
         if x.size == 0:
             return jnp.float32(0)
-        counted = jnp.isfinite(x)
-        if lengths is not None:
-            positions = jnp.arange(0, u.shape[-2], self._step)
-            counted &= (positions < jnp.asarray(lengths)[..., None])[..., None]
         with jax.named_scope(f"statistic_{self.kind}"):
-            if self.kind in ("histogram", "sampled"):
-                entropy, _ = self._entropies(x.reshape(1, -1), counted.reshape(1, -1))
-                return entropy[0] * (self.maximum / math.log(self.bins))
-            if self.kind == "token":
-                entropies, filled = self._entropies(x.reshape(-1, x.shape[-1]), counted.reshape(-1, x.shape[-1]))
-                mean = jnp.sum(entropies) / jnp.maximum(jnp.sum(filled), 1)
-                return mean * (self.maximum / math.log(self.bins))
-            return self._proxy(x, counted) * self.maximum
+            rows = _rows(x, lengths, self._step)
+            if self.kind not in ("histogram", "sampled", "token"):
+                return self._proxy(rows) * self.maximum
+            nats = self._token_entropy(rows) if self.kind == "token" else self._entropy(rows)
+            return nats * (self.maximum / math.log(self.bins))
 
-    def _entropies(self, x: Float[Array, "g n"], counted: Array) -> tuple[Float[Array, " g"], Array]:
-        """Entropies of g tensors in nats, 0 for one without values, and which have any."""
-        if x.shape[0] * (self.bins + 1) > _LARGEST:
-            raise ValueError(f"u: got {x.shape[0]} positions of {self.bins} bins, wanted fewer than 2**31 bins in all")
-        low = jnp.min(x, -1, keepdims=True, where=counted, initial=jnp.inf)
-        high = jnp.max(x, -1, keepdims=True, where=counted, initial=-jnp.inf)
+    def _entropy(self, rows: "_Rows") -> Float[Array, ""]:
+        """Entropy of all values, in nats."""
+        low = jnp.min(rows.low, where=rows.counted, initial=jnp.inf)
+        high = jnp.max(rows.high, where=rows.counted, initial=-jnp.inf)
         if self.range == "robust":
-            mean = _mean(x, counted)
-            width = ROBUST_DEVIATIONS * _mean(jnp.abs(x - mean), counted)
-            low, high = jnp.maximum(low, mean - width), jnp.minimum(high, mean + width)
-        # Halves, since the span of two finite numbers may be infinite.
+            power = _power(jnp.maximum(-low, high))
+            y = rows.x * power
+            mean = _mean(y, rows.counted)
+            width = ROBUST_DEVIATIONS * _mean(jnp.abs(y - mean), rows.counted)
+            low = jnp.maximum(low, (mean - width) / power)
+            high = jnp.minimum(high, (mean + width) / power)
+        bins = jnp.where(rows.counted[..., None], self._bins(rows.x, low, high), self.bins)
+        return self._entropy_of(_count(bins.ravel(), self.bins + 1)[: self.bins])
+
+    def _token_entropy(self, rows: "_Rows") -> Float[Array, ""]:
+        """Mean over positions of the entropy of their channels, in nats."""
+        low, high = rows.low[..., None], rows.high[..., None]
+        if self.range == "robust":
+            power = _power(jnp.maximum(-low, high))
+            y = rows.x * power
+            mean = jnp.mean(y, -1, keepdims=True)
+            width = ROBUST_DEVIATIONS * jnp.mean(jnp.abs(y - mean), -1, keepdims=True)
+            low = jnp.maximum(low, (mean - width) / power)
+            high = jnp.minimum(high, (mean + width) / power)
+        bins = jnp.where(rows.counted[..., None], self._bins(rows.x, low, high), 0)
+        first = jnp.arange(rows.counted.size, dtype=jnp.int32).reshape(*rows.counted.shape, 1) * self.bins
+        counts = _count((first + bins).ravel(), rows.counted.size * self.bins)
+        entropies = self._entropy_of(counts.reshape(*rows.counted.shape, self.bins))
+        return jnp.sum(entropies, where=rows.counted) / jnp.maximum(jnp.sum(rows.counted), 1)
+
+    def _bins(self, x: Array, low: Array, high: Array) -> Array:
+        """Which bin each value is in. Halves, since the span of two finite numbers may be infinite."""
         span = 0.5 * high - 0.5 * low
         scale = jnp.where(span > _SMALLEST_SPAN, self.bins / span, 0.0)
-        bins = jnp.clip((0.5 * x - 0.5 * low) * scale, 0, self.bins - 1).astype(jnp.int32)
-        bins = jnp.where(counted, bins, self.bins)  # one more bin for what does not count
-        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] * (self.bins + 1)
-        counts = jnp.zeros(x.shape[0] * (self.bins + 1), jnp.int32)
-        counts = counts.at[(rows + bins).ravel()].add(1, mode="promise_in_bounds")
-        counts = counts.reshape(x.shape[0], -1)[:, : self.bins]
-        total = jnp.sum(counts, -1)
-        p = counts / jnp.maximum(total, 1)[:, None].astype(jnp.float32)
-        return jnp.maximum(-jnp.sum(xlogy(p, p + self.eps), -1), 0.0), total > 0
+        return jnp.clip((0.5 * x - 0.5 * low) * scale, 0, self.bins - 1).astype(jnp.int32)
 
-    def _proxy(self, x: Float[Array, "*b l d"], counted: Array) -> Float[Array, ""]:
+    def _entropy_of(self, counts: Int[Array, "*g k"]) -> Float[Array, "*g"]:
+        p = counts / jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1).astype(jnp.float32)
+        return jnp.maximum(-jnp.sum(xlogy(p, p + self.eps), -1), 0.0)
+
+    def _proxy(self, rows: "_Rows") -> Float[Array, ""]:
         """The proxy as a share of log K."""
-        x, counted = x.reshape(1, -1), counted.reshape(1, -1)
-        # Proxies do not depend on the values' scale: squares of values between -1 and 1 cannot overflow.
-        largest = jnp.max(jnp.abs(x), where=counted, initial=0.0)
-        y = x / jnp.maximum(largest, _SMALLEST_SPAN)
-        eps = self.eps / jnp.maximum(largest, _SMALLEST_SPAN)
+        low = jnp.min(rows.low, where=rows.counted, initial=jnp.inf)
+        high = jnp.max(rows.high, where=rows.counted, initial=-jnp.inf)
+        power = _power(jnp.maximum(-low, high))
+        y, eps = rows.x * power, self.eps * power
         if self.kind == "cheap":
-            rms = jnp.sqrt(_mean(y * y, counted))
-            share = _mean(jnp.abs(y), counted) / jnp.maximum(rms + eps, _SMALLEST_SPAN)
-            return jnp.clip(share, 0, 1)[0, 0]
-        centred = y - _mean(y, counted)
-        std = jnp.sqrt(_mean(centred * centred, counted))
+            rms = jnp.sqrt(_mean(y * y, rows.counted))
+            return jnp.clip(_mean(jnp.abs(y), rows.counted) / jnp.maximum(rms + eps, _SMALLEST_SPAN), 0, 1)
+        centred = jnp.where(low < high, y - _mean(y, rows.counted), 0.0)  # equal values: exactly 0
+        std = jnp.sqrt(_mean(centred * centred, rows.counted))
         if self.kind == "variance":
-            share = std / jnp.maximum(_mean(jnp.abs(y), counted) + std + eps, _SMALLEST_SPAN)
-            return jnp.clip(share, 0, 1)[0, 0]
-        excess = _mean((centred / jnp.maximum(std, _SMALLEST_SPAN)) ** 4, counted) - 3
-        return -jnp.expm1(-jnp.maximum(excess, 0) / 8)[0, 0]
+            size = _mean(jnp.abs(y), rows.counted)
+            return jnp.clip(std / jnp.maximum(size + std + eps, _SMALLEST_SPAN), 0, 1)
+        excess = _mean((centred / jnp.maximum(std, _SMALLEST_SPAN)) ** 4, rows.counted) - 3
+        return -jnp.expm1(-jnp.maximum(excess, 0) / 8)
 
     def numpy(self, u: Any, lengths: Any = None) -> float:
         """The same statistic of host arrays, without JAX; within 1e-5 of `__call__` on a CPU.
@@ -182,18 +189,19 @@ class Estimator:
         """
         _check(u, lengths)
         x = np.asarray(u)[..., :: self._step, :].astype(np.float32)
+        counted = np.isfinite(x).all(-1)
         if lengths is not None:
-            padded = np.arange(0, u.shape[-2], self._step) >= np.asarray(lengths)[..., None]
-            x = np.where(padded[..., None], np.nan, x)
-        rows = x.reshape(-1, x.shape[-1]) if self.kind == "token" and x.size else x.reshape(1, -1)
-        values = [row[np.isfinite(row)] for row in rows]
-        values = [row for row in values if row.size]
-        if not values:
+            counted &= np.arange(0, u.shape[-2], self._step) < np.asarray(lengths)[..., None]
+        x = x[counted]
+        if x.size == 0:
             return 0.0
-        if self.kind in ("histogram", "sampled", "token"):
-            nats = sum(map(self._numpy_entropy, values)) / len(values)
-            return nats * self.maximum / math.log(self.bins)
-        return self._numpy_proxy(values[0].astype(np.float64)) * self.maximum
+        if self.kind == "token":
+            nats = sum(map(self._numpy_entropy, x)) / len(x)
+        elif self.kind in ("histogram", "sampled"):
+            nats = self._numpy_entropy(x.ravel())
+        else:
+            return self._numpy_proxy(x.ravel().astype(np.float64)) * self.maximum
+        return nats * self.maximum / math.log(self.bins)
 
     def _numpy_entropy(self, x: np.ndarray) -> float:
         half, low, high = np.float32(0.5), x.min(), x.max()
@@ -254,7 +262,7 @@ def every_kth_layer(n_layer: int, k: int) -> tuple[int, ...]:
 def variance(u: Float[Array, "*b l d"], lengths: Int[Array, "*b"] | None = None) -> Float[Array, ""]:
     """Population variance of all values as a float32 scalar: the feature of learned tables.
 
-    Values that are not finite and padded positions count for nothing; 0 where nothing counts.
+    Positions count as in `Estimator`; 0 where none does, infinite where float32 does not reach.
 
     Args:
         u: activations of any floating dtype.
@@ -264,20 +272,43 @@ def variance(u: Float[Array, "*b l d"], lengths: Int[Array, "*b"] | None = None)
         ValueError: as `Estimator.__call__`.
     """
     _check(u, lengths)
-    if u.size == 0:
-        return jnp.float32(0)
     x = jnp.asarray(u).astype(jnp.float32)
-    counted = jnp.isfinite(x)
+    if x.size == 0:
+        return jnp.float32(0)
+    counted = _rows(x, lengths).counted
+    return _mean((x - _mean(x, counted)) ** 2, counted)
+
+
+class _Rows(NamedTuple):
+    """Values with the smallest and largest of each position, and which positions count."""
+
+    x: Float[Array, "*b l d"]
+    low: Float[Array, "*b l"]
+    high: Float[Array, "*b l"]
+    counted: Bool[Array, "*b l"]
+
+
+def _rows(x: Float[Array, "*b l d"], lengths: Int[Array, "*b"] | None, step: int = 1) -> _Rows:
+    low, high = jnp.min(x, -1), jnp.max(x, -1)
+    counted = jnp.all(jnp.isfinite(x), -1)  # XLA's minimum on a CPU is not always NaN where a value is
     if lengths is not None:
-        counted &= (jnp.arange(x.shape[-2]) < jnp.asarray(lengths)[..., None])[..., None]
-    x, counted = x.reshape(1, -1), counted.reshape(1, -1)
-    return _mean((x - _mean(x, counted)) ** 2, counted)[0, 0]
+        counted &= jnp.arange(x.shape[-2]) * step < jnp.asarray(lengths)[..., None]
+    return _Rows(x, low, high, counted)
 
 
-def _mean(x: Array, counted: Array) -> Array:
-    """Mean over the last axis of what counts, kept as an axis; 0 where nothing does. Divided first: sums stay finite."""
-    share = 1 / jnp.maximum(jnp.sum(counted, -1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    return jnp.sum(x * share, -1, keepdims=True, where=counted)
+def _mean(x: Float[Array, "*b l d"], counted: Bool[Array, "*b l"]) -> Float[Array, ""]:
+    """Mean over the positions that count; 0 where none does."""
+    total = jnp.sum(jnp.mean(x, -1), where=counted)
+    return total / jnp.maximum(jnp.sum(counted), 1)
+
+
+def _power(largest: Array) -> Array:
+    """A power of two that brings values of this size to where neither their squares nor sums of these overflow."""
+    return jnp.where(largest > 2.0**50, 2.0**-78, jnp.where(largest < 2.0**-50, 2.0**76, 1.0)).astype(jnp.float32)
+
+
+def _count(bins: Int[Array, " n"], length: int) -> Int[Array, " length"]:
+    return jnp.zeros(length, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
 
 
 def _check(u: Any, lengths: Any) -> None:
@@ -285,8 +316,8 @@ def _check(u: Any, lengths: Any) -> None:
         raise ValueError(f"u: got shape {tuple(u.shape)}, wanted (..., length, channels)")
     if not jnp.issubdtype(u.dtype, jnp.floating):
         raise ValueError(f"u: got dtype {u.dtype}, wanted a floating one")
-    if math.prod(u.shape) > _LARGEST:
-        raise ValueError(f"u: got {math.prod(u.shape)} values, wanted fewer than 2**31")
+    if math.prod(u.shape) >= 2**31:
+        raise ValueError(f"u: got {math.prod(u.shape)} values, wanted fewer than 2**31")  # counts are int32
     if lengths is not None and np.shape(lengths) != tuple(u.shape[:-2]):
         raise ValueError(f"lengths: got shape {np.shape(lengths)}, wanted u's leading axes {tuple(u.shape[:-2])}")
 

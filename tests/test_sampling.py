@@ -319,10 +319,7 @@ def test_one_seed_a_row():
         row_keys([1, 2], 3)
     data = row_keys([1, 2**40 + 5, 2**64 - 1], 3)
     assert data.tolist() == [[0, 1], [2**8, 5], [2**32 - 1, 2**32 - 1]]
-    assert (
-        row_keys(9, 1)[0].tolist()
-        == jax.random.key_data(jax.random.key(9, impl="threefry2x32")).tolist()
-    )
+    assert row_keys(9, 1)[0].tolist() == jax.random.key_data(jax.random.key(9, impl="threefry2x32")).tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 4096])

@@ -31,8 +31,8 @@ def mamba1_mixer(
 ) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d"], Float[Array, "b n d"], Float[Array, "2"] | None]:
     """Mix a block of positions.
 
-    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan gets
-    it.
+    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan
+    gets it.
     """
     with jax.named_scope("in_proj"):
         x, z = jnp.split(linear(u, layer.in_proj, layer.in_proj_bias), 2, axis=-1)

@@ -30,8 +30,8 @@ def mamba2_mixer(
 ) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"], Float[Array, "2"] | None]:
     """Mix a block of positions.
 
-    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan gets
-    it.
+    Returns the output, the two states after each row's last valid position, and what `watch` makes of x as the scan
+    gets it.
     """
     with jax.named_scope("in_proj"):
         z, xBC, dt = _split_zxbcdt(config, linear(u, layer.in_proj, layer.in_proj_bias))
