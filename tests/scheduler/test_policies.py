@@ -437,6 +437,11 @@ def test_a_fitted_table_is_the_tree():
     assert table.name == "mine"
 
 
+def test_a_value_at_a_threshold_is_below_it():
+    table = fit_table([Sample(512, 9, entropy=1.0)] * 2 + [Sample(128, 9, entropy=3.0)])
+    assert [table.choose(9, None, {"entropy": h}).chunk for h in (2.0, math.nextafter(2.0, 3))] == [512, 128]
+
+
 def test_fit_uses_the_features_that_all_samples_have():
     train = [Sample(128, 10, entropy=1.0), Sample(512, 99, entropy=2.0), Sample(512, 100)]
     assert fit_table(train).features == ("length",)

@@ -366,6 +366,8 @@ def test_arrays_that_do_not_fit_are_named(u, lengths, name):
 def test_more_values_than_counts_hold_are_refused():
     with pytest.raises(ValueError, match=r"^u: got 4294967296 values"):
         jax.eval_shape(Estimator(), jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))
+    with pytest.raises(ValueError, match=r"^u: got 8388608 positions"):
+        jax.eval_shape(Estimator("token", stride=1), jax.ShapeDtypeStruct((2**23, 1), jnp.float32))
 
 
 # The rest
