@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mamba_jax.cache import MambaCache, init_cache
-from mamba_jax.calibrate import calibrate
+from mamba_jax.calibrate import calibrate, fix_layers
 from mamba_jax.checkpoints import load, save
 from mamba_jax.config import MambaConfig
 from mamba_jax.generate import Generation, generate, stream
@@ -33,6 +33,7 @@ __all__ = [
     "default_model",
     "embed",
     "enable_compilation_cache",
+    "fix_layers",
     "forward",
     "generate",
     "init_cache",

@@ -1,5 +1,6 @@
-"""Measure what reading a segment costs on this device, so that chunk sizes and segments are chosen by fact."""
+"""Measure on this device and on texts, so that chunk sizes and segments are chosen by fact."""
 
+import dataclasses
 import datetime
 import random
 import time
@@ -11,13 +12,16 @@ import jax
 import numpy as np
 
 from mamba_jax import planning
+from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
 from mamba_jax.scheduler.chunks import default_chunk_size
+from mamba_jax.scheduler.policies import PerLayer, Policy
 from mamba_jax.scheduler.programs import ProgramTable
 from mamba_jax.scheduler.segments import DEFAULT_LENGTHS, batch_bucket
+from mamba_jax.text import Tokenizer
 
 CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
 SAMPLE_SECONDS = 0.02  # a sample is the mean of as many runs as fill this
@@ -63,6 +67,45 @@ def calibrate(
         write_calibration(result, folder)
     planning.forget_choices()
     return results
+
+
+def fix_layers(
+    params: Params, text: Prompt, policy: Policy | str, *, tokenizer: Tokenizer | str | None = None
+) -> PerLayer:
+    """Let the statistics of a text, layer by layer, fix a chunk size for each layer, which programs then hold.
+
+    Args:
+        params: the model.
+        text: a string or token ids, like those that will be read later.
+        policy: decides, by a statistic: a policy, or a name that `mamba_jax.scheduler.policies.policy` knows.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+
+    Returns:
+        The policy of those chunk sizes; its `name` serves wherever a policy's name does.
+
+    Raises:
+        ValueError: if the policy looks at no statistic, or another argument does not fit.
+    """
+    chosen = planning.as_policy(policy)
+    watch = planning.watch_for(chosen)
+    if chosen is None or watch is None:
+        raise ValueError(f"policy: got {policy!r}, wanted one that looks at a statistic, as 'entropy:sampled' does")
+    rows, single, _ = as_rows(params, text, tokenizer)
+    if not single:
+        raise ValueError(f"text: got a list of {len(rows)} texts, wanted a single one")
+    weights, watch = program_weights(params), dataclasses.replace(watch, every=1)
+    model, length = model_of(weights), len(rows[0])
+    plan = planning.make_plan(model, 1, length)
+    compile_programs(weights, reading_specs("prefill", plan.batch, plan.programs, watch))
+    cache, logits = program(weights, Spec("init", plan.batch))()
+    total = np.zeros((model.config.n_layer, 2))
+    with track("Reading", len(plan.segments)) as advance:
+        for segment, (_, tokens, lengths) in zip(plan.segments, segments(rows, plan), strict=True):
+            run = program(weights, Spec("prefill", plan.batch, segment.length, segment.chunk_size, watch))
+            cache, logits, statistics = run(weights, tokens, lengths, cache, logits)
+            total += np.asarray(statistics) * lengths.sum()
+            advance(1)
+    return planning.decide_layers(model, chosen, length, total / length)
 
 
 def _calibrate(

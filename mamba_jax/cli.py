@@ -419,6 +419,21 @@ def calibrate(
         Console(markup=False, highlight=False, width=140).print(table)
 
 
+@app.command()
+def layers(
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Text to measure on.")],
+    model: ModelOption = None,
+    policy: Annotated[str, typer.Option(help="Decides by a statistic.")] = "careful:entropy:sampled",
+    dtype: DTypeOption = None,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Print the policy, for --policy of other commands, of one chunk size a layer by that layer's statistics of a text."""
+    import mamba_jax
+
+    text = _decode(file.read_bytes(), str(file))
+    _write(f"{mamba_jax.fix_layers(_load(model, dtype), text, policy, tokenizer=tokenizer).name}\n")
+
+
 def _numbers(option: str, text: str, separator: str, count: int | None = None) -> tuple[int, ...]:
     parts = text.split(separator)
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts) or count not in (None, len(parts)):

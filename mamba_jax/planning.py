@@ -273,16 +273,33 @@ def decide(
     Returns:
         One decision for all layers, or one a layer if the policy looks at layers.
     """
-    means = None
-    if statistics is not None:
-        entropy, variance = statistics.mean(axis=0).tolist()
-        means = {"entropy": entropy, "variance": variance}
     layers = range(model.config.n_layer) if "layer" in _features(policy) else (None,)
-    decisions = [policy.choose(length, layer, means, position) for layer in layers]
-    if isinstance(policy, Careful):
-        near = choices(model, batch).near_best[segment]
-        decisions = [dataclasses.replace(each, chunk=nearest_candidate(each.chunk, near)) for each in decisions]
-    return tuple(decisions)
+    near = choices(model, batch).near_best[segment] if isinstance(policy, Careful) else None
+    mean = None if statistics is None else statistics.mean(axis=0)
+    return tuple(_choose(policy, length, layer, mean, position, near) for layer in layers)
+
+
+def decide_layers(model: Model, policy: Policy, length: int, statistics: np.ndarray) -> PerLayer:
+    """One chunk size a layer, each from that layer's own statistics.
+
+    Args:
+        model: what is run.
+        policy: decides.
+        length: positions of the text that the statistics are of.
+        statistics: (n_layer, 2) of every layer, as `Watch` gives them.
+    """
+    static = choices(model, 1)
+    near = static.near_best[max(plan_segments(length, static.costs))] if isinstance(policy, Careful) else None
+    decisions = (_choose(policy, length, layer, row, 0, near) for layer, row in enumerate(statistics))
+    return PerLayer(tuple(decision.chunk for decision in decisions))
+
+
+def _choose(
+    policy: Policy, length: int, layer: int | None, statistics: np.ndarray | None, position: int, near: Any
+) -> Decision:
+    named = None if statistics is None else dict(zip(("entropy", "variance"), statistics.tolist(), strict=True))
+    decision = policy.choose(length, layer, named, position)
+    return decision if near is None else dataclasses.replace(decision, chunk=nearest_candidate(decision.chunk, near))
 
 
 def _features(policy: Policy) -> tuple[str, ...]:

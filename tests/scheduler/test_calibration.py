@@ -1,0 +1,120 @@
+"""Tables of timings: what they choose, where they are looked for, what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from mamba_jax.scheduler import calibration
+from mamba_jax.scheduler.calibration import (
+    SHIPPED,
+    Calibration,
+    Shape,
+    Timing,
+    device_name,
+    find_calibration,
+    read_calibrations,
+    write_calibration,
+)
+
+DIMS = {"layer": "mamba2", "d_model": 768, "n_layer": 24}
+
+
+def shape(batch=1, dtype="float32", **dims):
+    return Shape(tuple((DIMS | dims).items()), dtype, batch)
+
+
+def measured(of, best=64, device="Test Device", date="2026-01-01"):
+    timings = [Timing(256, size, (3.0, 1.0, 1.0) if size == best else (3.0, 2.0, 2.0)) for size in (32, 64, 128)]
+    timings += [Timing(256, 256, (), "needs 9 bytes, the device has 8"), Timing(16, 16, (0.5,))]
+    return Calibration(device, of, "0.11.2", date, tuple(timings))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAMBA_JAX_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(calibration, "SHIPPED", tmp_path / "shipped")
+    return tmp_path
+
+
+def test_the_fastest_median_wins_and_what_was_dropped_cannot():
+    timings = (Timing(64, 16, (1.0, 9.0, 2.0)), Timing(64, 32, (3.0, 3.0, 1.0)), Timing(64, 64, (), "no memory"))
+    best = dataclasses.replace(measured(shape()), timings=timings).best
+    assert {length: timing.chunk_size for length, timing in best.items()} == {64: 16}
+    assert best[64].median == 2.0
+
+
+def test_what_is_written_is_read_again_and_the_same_shape_is_replaced(folder):
+    one, two = measured(shape()), measured(shape(batch=8))
+    path = write_calibration(one)
+    write_calibration(two)
+    write_calibration(dataclasses.replace(one, date="2026-02-02"))
+    assert {(each.shape, each.date) for each in read_calibrations(path)} == {
+        (one.shape, "2026-02-02"),
+        (two.shape, "2026-01-01"),
+    }
+    assert read_calibrations(path)[0].timings == one.timings
+    content = json.loads(path.read_text())
+    assert (content["version"], content["device"]) == (1, "Test Device")
+
+
+def test_the_nearest_shape_of_the_same_kind_serves_if_it_is_near(folder):
+    write_calibration(measured(shape(d_model=1024)))
+    write_calibration(measured(shape(d_model=2560, n_layer=64)))
+    write_calibration(measured(shape(layer="mamba1")))
+
+    def found(**changes):
+        result = find_calibration("Test Device", shape(**changes))
+        return None if result is None else dict(result.shape.dims)["d_model"]
+
+    assert found() == 1024
+    assert found(batch=2, dtype="bfloat16") == 1024
+    assert found(d_model=2048, n_layer=48) == 2560
+    assert found(d_model=24, n_layer=2) is None
+    assert find_calibration("Other Device", shape()) is None
+    assert find_calibration("Test Device", shape(layer="mamba1")).shape == shape(layer="mamba1")
+
+
+def test_an_own_table_goes_before_a_shipped_one(folder):
+    write_calibration(measured(shape(), best=128), folder / "shipped")
+    assert find_calibration("Test Device", shape()).best[256].chunk_size == 128
+    write_calibration(measured(shape(), best=32))
+    assert find_calibration("Test Device", shape()).best[256].chunk_size == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no table of timings"),
+        ('{"version": 2, "device": "d", "calibrations": []}', "got version 2, wanted 1"),
+        ('{"version": 1, "device": "d", "calibrations": [{}]}', "shape"),
+        ("[]", "no table of timings"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, content, message):
+    path = tmp_path / "timings-x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_calibrations(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_tables_that_ship_hold_samples_of_every_program(path):
+    for found in read_calibrations(path):
+        assert found.jax
+        assert found.date >= "2026-01-01"
+        assert set(found.best) == {16, 32, 64, 128, 256, 512, 1024, 2048}
+        for timing in found.timings:
+            assert len(timing.seconds) >= 5 or timing.dropped
+        assert {timing.chunk_size for timing in found.timings} >= {16, 32, 64, 128, 256, 512}
+
+
+def test_there_are_tables_of_a_cpu_and_of_an_h200():
+    devices = {found.device for path in SHIPPED.glob("*.json") for found in read_calibrations(path)}
+    assert devices >= {"NVIDIA H200", "x86_64 CPU, 2 cores"}
+
+
+def test_devices_have_names():
+    assert device_name("gpu", "NVIDIA H200") == "NVIDIA H200"
+    assert device_name("cpu", "cpu").endswith("cores")
