@@ -193,7 +193,7 @@ def test_a_text_fixes_a_chunk_size_a_layer_from_that_layers_own_statistic(kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1, 2], "length"), "policy: got 'length', wanted one that looks"),
+        (([1, 2], "length"), "policy: got 'length', wanted one that"),
         (([[1], [2]], "entropy"), "text: got a list"),
     ],
 )
