@@ -37,6 +37,9 @@ Units = Literal["nats", "bits"]
 T = TypeVar("T")
 
 ROBUST_DEVIATIONS = 4.0  # half width of the robust range in mean absolute deviations (3.2 sigma of a normal)
+# Positions count in turn in copies of a histogram, or a GPU's atomic additions to full bins would wait for each other:
+# 0.05 ms instead of 0.97 for 2048 x 1536 values on an H200, and as fast as before on a CPU.
+_COPIES = 64
 _SMALLEST_SPAN = 1e-30  # values no further apart than this are equal: bins / span must stay a float32
 
 
@@ -98,8 +101,8 @@ class Estimator:
     def __call__(self, u: Float[Array, "*b l d"], lengths: Int[Array, "*b"] | None = None) -> Float[Array, ""]:
         """The statistic as a float32 scalar on the device; traceable.
 
-        Counting is one scatter into int32, the form that is fast on CPUs and GPUs alike: a float32 scatter is 4 to 60
-        times slower on a GPU, comparing values with all bins hundreds of times slower on a CPU.
+        Counting is one scatter into int32, which a CPU does at a nanosecond a value (comparing values with all bins
+        takes hundreds of times as long).
 
         Args:
             u: activations of any floating dtype; computed in float32.
@@ -132,7 +135,9 @@ class Estimator:
             low = jnp.maximum(low, (mean - width) / power)
             high = jnp.minimum(high, (mean + width) / power)
         bins = jnp.where(rows.counted[..., None], self._bins(rows.x, low, high), self.bins)
-        return self._entropy_of(_count(bins.ravel(), self.bins + 1)[: self.bins])
+        copy = jnp.arange(bins.shape[-2], dtype=jnp.int32)[:, None] % _COPIES
+        counts = _count(copy * (self.bins + 1) + bins, _COPIES * (self.bins + 1)).reshape(_COPIES, -1)
+        return self._entropy_of(jnp.sum(counts, 0)[: self.bins])
 
     def _token_entropy(self, rows: "_Rows") -> Float[Array, ""]:
         """Mean over positions of the entropy of their channels, in nats."""
@@ -148,7 +153,7 @@ class Estimator:
         if rows.counted.size * self.bins >= 2**31:
             raise ValueError(f"u: got {rows.counted.size} positions of {self.bins} bins, wanted fewer than 2**31 bins")
         first = jnp.arange(rows.counted.size, dtype=jnp.int32).reshape(*rows.counted.shape, 1) * self.bins
-        counts = _count((first + bins).ravel(), rows.counted.size * self.bins)
+        counts = _count(first + bins, rows.counted.size * self.bins)
         entropies = self._entropy_of(counts.reshape(*rows.counted.shape, self.bins))
         return jnp.sum(entropies, where=rows.counted) / jnp.maximum(jnp.sum(rows.counted), 1)
 
@@ -309,8 +314,8 @@ def _power(largest: Array) -> Array:
     return jnp.where(largest > 2.0**50, 2.0**-78, jnp.where(largest < 2.0**-50, 2.0**76, 1.0)).astype(jnp.float32)
 
 
-def _count(bins: Int[Array, " n"], length: int) -> Int[Array, " length"]:
-    return jnp.zeros(length, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
+def _count(bins: Int[Array, "..."], length: int) -> Int[Array, " length"]:
+    return jnp.zeros(length, jnp.int32).at[bins.ravel()].add(1, mode="promise_in_bounds")
 
 
 def _check(u: Any, lengths: Any) -> None:
