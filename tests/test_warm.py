@@ -56,7 +56,7 @@ def test_a_program_that_was_not_warmed_is_named(tmp_path, caplog):
     ]
     mamba_jax.warm(params, lengths=(1, 16), max_new_tokens=1, folder=tmp_path, strict=True)
     mamba_jax.generate(params, [1] * 60, max_new_tokens=1)
-    with pytest.raises(ColdProgramError, match=r"prefill batch 2 length 16 .*float32: not among the programs"):
+    with pytest.raises(ColdProgramError, match=r"batch 2.* float32: not among the programs"):
         mamba_jax.generate(params, [[1], [2]], max_new_tokens=1)
 
 
