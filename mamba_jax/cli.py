@@ -205,6 +205,42 @@ def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
 
 
 @app.command()
+def perplexity(
+    file: Annotated[Path, typer.Option("--text", exists=True, dir_okay=False, help="A UTF-8 text.")],
+    model: ModelOption = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 1024,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens from one window to the next.")] = 512,
+    whole: Annotated[bool, typer.Option("--whole", help="No windows: carry the state through the text.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Windows read together.")] = 8,
+    chunk_size: Annotated[str, typer.Option(help="Of the scans: auto, or a number.")] = "auto",
+    dtype: DTypeOption = None,
+    as_json: JsonOption = False,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Print the perplexity of a text: token-weighted, each token but the first scored once."""
+    if chunk_size != "auto":
+        _numbers("--chunk-size", chunk_size, ",", count=1)
+    text = _decode(file.read_bytes(), str(file))
+    import mamba_jax
+
+    _enable_cache()
+    result = mamba_jax.perplexity(
+        _load(model, dtype),
+        text,
+        window=None if whole else window,
+        stride=stride,
+        batch=batch,
+        policy=None if chunk_size == "auto" else f"static:{chunk_size}",
+        tokenizer=tokenizer,
+    )
+    if as_json:
+        _write_json(dataclasses.asdict(result))
+        return
+    how = "state carried through" if whole else f"windows of {window}, stride {stride}"
+    _write(f"perplexity {result.perplexity:.4f} of {result.tokens_scored:,} tokens ({how}, {result.dtype})\n")
+
+
+@app.command()
 def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
     """Print what a checkpoint holds, without reading its weights."""
     from mamba_jax.checkpoints.archive import open_weights
