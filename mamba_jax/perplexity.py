@@ -1,8 +1,8 @@
 """Perplexity of a text: exp of the mean negative log-probability of its tokens.
 
 Either in windows, as language models are compared: each token is scored once, in the first window that holds it, given
-what precedes it there; so every token beyond the first window has at least window - stride tokens before it. Or with the
-state carried through the whole text, which is what a recurrent model can do and needs no windows.
+what precedes it there; so every token beyond the first window has at least window - stride tokens before it. Or with
+the state carried through the whole text, which is what a recurrent model can do and needs no windows.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def perplexity(
     if not single or len(rows[0]) < 2:
         got = f"{len(rows)} texts" if not single else f"{len(rows[0])} token"
         raise ValueError(f"text: got {got}, wanted a single text of at least two tokens")
-    if window is not None and not 2 <= window:
+    if window is not None and not window >= 2:
         raise ValueError(f"window: got {window}, wanted at least 2, or None")
     if window is not None and not 1 <= stride < window:  # each token needs one before it in its window
         raise ValueError(f"stride: got {stride}, wanted 1 to {window - 1}, less than the window")

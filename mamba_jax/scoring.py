@@ -62,9 +62,7 @@ def score(
     """
     rows, single, _ = as_rows(params, texts, tokenizer)
     found = token_logprobs(program_weights(params), rows)
-    scores = [
-        Score(tokens=row, logprobs=[None, *logprobs.tolist()]) for row, logprobs in zip(rows, found, strict=True)
-    ]
+    scores = [Score(tokens=row, logprobs=[None, *logprobs.tolist()]) for row, logprobs in zip(rows, found, strict=True)]
     return scores[0] if single else scores
 
 
