@@ -197,8 +197,8 @@ def recorded(file: Path, dtype: str) -> Outputs:
 
     Its tensors: "ids"; "truth_hidden" or "last_hidden"; "truth_logits*" or "logits*", the first ids' logits;
     "truth_argmax" or "argmax". The truth goes before another implementation's figures, whose own distance from it is
-    then reported; for bfloat16 "logits*_bf16" is that implementation's. Beside it may stand "greedy_fp32.json" (prompts and
-    continuations) and "reference.json" ("ppl_fp32_valid", "ppl_bf16_valid").
+    then reported; for bfloat16 "logits*_bf16" is that implementation's. Beside it may stand "greedy_fp32.json"
+    (prompts and continuations) and "reference.json" ("ppl_fp32_valid", "ppl_bf16_valid").
 
     Args:
         file: the file.
