@@ -114,9 +114,9 @@ def score_segment(
 
 
 def _target_logprobs(params: Params, hidden: Float[Array, "b l m"], targets: Int[Array, "b l"]) -> Float[Array, "b l"]:
-    logits = head(params, hidden)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    from optax.losses import softmax_cross_entropy_with_integer_labels  # late: importing it takes a while
+
+    return -softmax_cross_entropy_with_integer_labels(head(params, hidden), targets)
 
 
 def embed_segment(
