@@ -44,6 +44,29 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
     return _snapshot(text, revision, progress)
 
 
+def find_tokenizer(repository: str) -> Path:
+    """The folder of a snapshot with a repository's tokenizer, after a download where the cache lacks it.
+
+    Raises:
+        ValueError: if there is no such repository; the message says what was tried.
+        OSError: if the hub cannot be reached and the cache does not hold it.
+    """
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+
+    tried = f"no such folder (tried {Path(repository).absolute()})"
+    if not _HUB_ID.fullmatch(repository) or ".." in repository:
+        raise ValueError(f"{repository!r}: {tried}, and no hub id, which would read 'owner/name'")
+    try:
+        return download(repository, [*TOKENIZER_FILES, CONFIG_FILES[0]], None, progress=False)
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{repository!r}: {tried}, and no hub repository (tried {_endpoint()})") from error
+    except (HTTPError, OSError) as error:
+        raise OSError(
+            f"{repository!r}: {tried}; the hub could not be reached (tried {_endpoint()}), and the cache does not hold "
+            f"it (tried {_cache()}): {error}"
+        ) from error
+
+
 def download(repository: str, files: list[str], revision: str | None, progress: bool) -> Path:
     """Fetch those files of a repository that exist, and are not in the cache, and give the folder of the snapshot.
 

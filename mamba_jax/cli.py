@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the comma
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +55,6 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: what follows the program's name; None takes it from `sys.argv`.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # one of them laments that torch is missing
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
     except (ValueError, OSError, FloatingPointError) as error:
@@ -427,7 +425,7 @@ def layers(
     dtype: DTypeOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Print the policy, for --policy of other commands, of one chunk size a layer by that layer's statistics of a text."""
+    """Print a policy, for --policy of other commands: one chunk size a layer, by that layer's statistics of a text."""
     import mamba_jax
 
     text = _decode(file.read_bytes(), str(file))

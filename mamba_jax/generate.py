@@ -336,7 +336,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
     compiled = time.perf_counter()
     first, decisions = jax.block_until_ready(_state_after(request, request.rows))
     prefilled = time.perf_counter()
-    rows, state = [_Row(request) for _ in request.rows], first
+    rows, state = [_Row(request, prompt) for prompt in request.rows], first
     blocks = _run(request, first, rows, mode)
     with track("Generating", request.max_new_tokens, show=None if request.max_new_tokens > BLOCK else False) as advance:
         for tokens, scores, state in blocks:  # noqa: B007
@@ -380,7 +380,7 @@ def _take_row(request: Request, state: DecodeState, row: int) -> tuple[MambaCach
 
 def _stream(request: Request) -> Iterator[str]:
     compile_for(request)
-    row = _Row(request)
+    row = _Row(request, request.rows[0])
     state, _ = _state_after(request, request.rows)
     for tokens, logprobs, _ in _run(request, state, [row], "device", block=TEXT_BLOCK):
         if piece := row.push(tokens[0], logprobs[0]):
@@ -432,12 +432,13 @@ class _Row:
         stopped: a stop token or a stop string ended the row.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, prompt: list[int]) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stopped = False
         self._stop_ids = request.stop_ids
-        self._decoder = TextDecoder(request.tokenizer, request.stop) if request.tokenizer is not None else None
+        tokenizer = request.tokenizer
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer, request.stop, before=prompt)
         self._text = ""
 
     def push(self, tokens: np.ndarray, logprobs: np.ndarray) -> str:
