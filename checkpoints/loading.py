@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -17,7 +16,7 @@ from mamba_jax.checkpoints.keys import EMBEDDING, LM_HEAD, Layout, file_weights
 from mamba_jax.checkpoints.stored import StoredTensor
 from mamba_jax.config import MambaConfig
 from mamba_jax.params import Params, build_params
-from mamba_jax.progress import track
+from mamba_jax.progress import at_terminal, track
 
 DType = Literal["bfloat16", "float16", "float32"]
 
@@ -60,7 +59,7 @@ def load(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, wanted one of {', '.join(_DTYPES)}, or None for the file's")
-    show = sys.stderr.isatty() if progress is None else progress
+    show = at_terminal() if progress is None else progress
     folder = find_folder(path_or_hub_id, revision, show)
     config, text = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the comma
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
-    from mamba_jax.checkpoints.loading import DType
     from mamba_jax.params import Params
     from mamba_jax.planning import Model
     from mamba_jax.scoring import Score
@@ -55,6 +55,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: what follows the program's name; None takes it from `sys.argv`.
     """
+    if sys.stderr is None:  # closed by the caller, who does not care
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
     except (ValueError, OSError, FloatingPointError) as error:
@@ -104,7 +106,10 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(min=0, help="Above 1 makes tokens that were there before less likely.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling; the same seed gives the same text.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the sampling; the same seed gives the same text.", show_default="0"),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this string; may be given several times.", show_default=False)
     ] = None,
@@ -119,18 +124,22 @@ def generate(
     A base model goes on for ever, often repeating itself: see --max-new-tokens, --stop and --repetition-penalty.
     """
     text = _read_prompt(prompt)
-    import mamba_jax
-
-    _enable_cache()
-    params = _load(model, dtype)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+    sampling = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
-        "seed": seed,
+    }
+    _check_sampling(sampling, seed)
+    import mamba_jax
+
+    _enable_cache()
+    params = _load(model, dtype)
+    options: dict[str, Any] = {
+        **sampling,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed or 0,
         "stop": stop or None,
         "tokenizer": tokenizer,
         "policy": policy,
@@ -146,6 +155,23 @@ def generate(
         _write_json({name: getattr(result, name) for name in names})
     else:
         _write(f"{result.text}\n")
+
+
+def _check_sampling(sampling: dict[str, Any], seed: int | None) -> None:
+    """What the library would refuse is a wrong use of the command line; what changes nothing is said on stderr."""
+    from mamba_jax.sampling import Sampler, row_keys
+
+    try:
+        Sampler.of(1, **sampling)
+        row_keys(seed or 0, 1)
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        raise typer.BadParameter(problem, param_hint=f"--{name.replace('_', '-')}") from error
+    given = [name for name in ("top_k", "top_p", "min_p") if sampling[name] is not None]
+    given += [] if seed is None else ["seed"]
+    if given and sampling["temperature"] == 0:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        sys.stderr.write(f"at --temperature 0 the likeliest token is taken: {options} changes nothing\n")
 
 
 @app.command()
@@ -173,6 +199,8 @@ def score(
     if file is not None and text is not None:
         raise typer.BadParameter("got both TEXT and --file, wanted one", param_hint="--file")
     text = _decode(file.read_bytes(), str(file)) if file is not None else _read_text(text, "TEXT")
+    if not text:
+        raise ValueError("got an empty text, wanted one to score")
     import mamba_jax
     from mamba_jax.text import load_tokenizer
 
@@ -190,16 +218,21 @@ def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
     from mamba_jax.text import token_pieces
 
     pieces, scored = token_pieces(tokenizer, result.tokens), len(result.tokens) - 1
-    perplexity = math.exp(-result.total / scored) if scored else None
+    perplexity = _exp(-result.total / scored) if scored else None
     if as_json:
         values = dataclasses.asdict(result)
-        _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": perplexity})
+        finite = None if perplexity == math.inf else perplexity  # JSON has no infinity
+        _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": finite})
         return
     for token, piece, logprob in zip(result.tokens, pieces, result.logprobs, strict=True):
         shown = "-" if logprob is None else f"{logprob:.4f}"
         _write(f"{shown:>10}  {token:>7}  {json.dumps(piece, ensure_ascii=False)}\n")
     shown = "-" if perplexity is None else f"{perplexity:.4f}"
     _write(f"{scored} tokens scored, log-probability {result.total:.4f}, perplexity {shown}\n")
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
 
 
 @app.command()
@@ -209,8 +242,9 @@ def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
     from mamba_jax.checkpoints.configs import read_config
     from mamba_jax.checkpoints.hub import find_folder
     from mamba_jax.checkpoints.loading import match_weights
+    from mamba_jax.progress import at_terminal
 
-    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    folder = find_folder(_model(model), None, at_terminal())
     config, text = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
     import jax
@@ -449,8 +483,9 @@ def _described(model: str | None, dtype: str | None) -> "Model":
     from mamba_jax.checkpoints.hub import find_folder
     from mamba_jax.checkpoints.loading import match_weights
     from mamba_jax.planning import Model
+    from mamba_jax.progress import at_terminal
 
-    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    folder = find_folder(_model(model), None, at_terminal())
     config, _ = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
     device = jax.devices()[0]
@@ -462,6 +497,8 @@ def _read_prompt(prompt: str | None) -> str:
     text = _read_text(prompt, "PROMPT")
     if prompt in (None, "-"):
         text = text.removesuffix("\n").removesuffix("\r")
+        if not text:
+            raise ValueError("stdin: got no text, wanted a prompt (to begin with nothing, give an empty argument)")
     return text
 
 
@@ -487,7 +524,7 @@ def _model(model: str | None) -> str:
     return model if model is not None else str(mamba_jax.default_model())
 
 
-def _load(model: str | None, dtype: "DType | None") -> "Params":
+def _load(model: str | None, dtype: str | None) -> "Params":
     import mamba_jax
 
     return mamba_jax.load(_model(model), dtype=dtype)
