@@ -32,6 +32,8 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
         ValueError: if there is no such folder or repository; the message says what was tried.
         OSError: if the hub cannot be reached and the cache does not hold the repository.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"path_or_hub_id: got {name!r:.80}, wanted a folder, or a hub id such as 'owner/name'")
     text, path = os.fspath(name), Path(name).expanduser()
     if text and path.is_dir():
         if revision is not None:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
-from mamba_jax.params import FLOAT32_FIELDS, Params, TextInfo
+from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
@@ -318,14 +318,11 @@ def program_weights(params: Params) -> Params:
     """The model as programs take it: what a checkpoint says about text is no part of them.
 
     Raises:
-        ValueError: if a weight is no JAX array or not of the dtype its field has; the message names it.
+        ValueError: if the weights are not those of `params.config`, no JAX arrays or on different devices; the message
+            names them. Programs are kept by configuration, so others would end up in its place.
     """
-    float32 = jnp.dtype(jnp.float32)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        wanted = float32 if path[-1].name in FLOAT32_FIELDS else params.dtype
-        if not isinstance(leaf, jax.Array) or leaf.dtype != wanted:
-            name, got = jax.tree_util.keystr(path), f"{leaf.dtype} in a {type(leaf).__name__}"
-            raise ValueError(f"params{name}: got {got}, wanted {wanted} in a jax.Array (see mamba_jax.cast_params)")
+    check_params(params)
+    check_placement(params)
     return dataclasses.replace(params, text=TextInfo())
 
 

@@ -59,7 +59,7 @@ def score(
     Raises:
         ValueError: if an argument does not fit; the message names it.
     """
-    rows, single, _ = as_rows(params, texts, tokenizer)
+    rows, single, _ = as_rows(params, texts, tokenizer, "texts")
     weights = program_weights(params)
 
     def segment(
@@ -102,7 +102,7 @@ def embed(
     Raises:
         ValueError: if an argument does not fit; the message names it.
     """
-    rows, single, _ = as_rows(params, texts, tokenizer)
+    rows, single, _ = as_rows(params, texts, tokenizer, "texts")
     weights = program_weights(params)
 
     def segment(
