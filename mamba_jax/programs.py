@@ -28,6 +28,7 @@ from mamba_jax.scheduler.chunks import ChunkSize
 from mamba_jax.scheduler.policies import Decision, Policy
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
 from mamba_jax.scheduler.signals import Watch
+from mamba_jax.tracing import default_rules
 
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
@@ -252,6 +253,7 @@ def model_of(params: Params) -> Model:
     return Model(params.config, params.dtype.name, device.platform, device.device_kind)
 
 
+@default_rules()
 def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
     """Trace and lower a program for this model."""
     batch, length = spec.batch, spec.length
@@ -319,8 +321,11 @@ def program_weights(params: Params) -> Params:
 
     Raises:
         ValueError: if the weights are not those of `params.config`, no JAX arrays or on different devices; the message
-            names them. Programs are kept by configuration, so others would end up in its place.
+            names them. Programs are kept by configuration, so others would end up in its place. Also if jit is
+            disabled: JAX runs nothing then that was compiled ahead.
     """
+    if cast(Any, jax.config).jax_disable_jit:
+        raise ValueError("jax_disable_jit: got True, wanted False: only forward, prefill and step run without jit")
     check_params(params)
     check_placement(params)
     return dataclasses.replace(params, text=TextInfo())

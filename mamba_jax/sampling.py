@@ -141,7 +141,7 @@ def sample(
         return jnp.where(sampled, token, greedy)
 
     # At run time only what some row asks for is computed; a row gets the same token from each branch that serves it.
-    branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered)
+    branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered).astype(jnp.int32)
     return lax.switch(
         branch,
         (
@@ -214,7 +214,7 @@ def _threshold(image: UInt32[Array, "b v"], weight: Array, target: Array) -> UIn
     """
 
     def fix_bit(i: Int32[Array, ""], low: UInt32[Array, "b"]) -> UInt32[Array, "b"]:
-        t = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        t = low | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         total = jnp.where(image >= t[:, None], weight, 0).sum(-1)
         return jnp.where(total >= target, t, low)
 

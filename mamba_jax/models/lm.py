@@ -23,6 +23,7 @@ from mamba_jax.ops.norm import layer_norm, rms_norm
 from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
 from mamba_jax.scheduler.chunks import ChunkSize, as_chunk_size, default_chunk_size
 from mamba_jax.scheduler.signals import Watch, every_kth_layer
+from mamba_jax.tracing import default_rules
 
 
 class Reading(NamedTuple):
@@ -124,6 +125,7 @@ def last_valid(x: Float[Array, "b l m"], lengths: Int[Array, "b"] | None) -> Flo
     return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
 
 
+@default_rules()
 def forward(
     params: Params,
     tokens: ArrayLike,
@@ -164,6 +166,7 @@ def forward(
     return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states)
 
 
+@default_rules()
 def prefill(
     params: Params,
     tokens: ArrayLike,
@@ -191,6 +194,7 @@ def prefill(
     return _prefill(params, ids, rows, cache, chunk_size)
 
 
+@default_rules()
 def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
     """One more token a row.
 
