@@ -9,6 +9,7 @@ from mamba_jax.config import MambaConfig
 from mamba_jax.generate import Generation, generate, stream
 from mamba_jax.models import forward, prefill, step
 from mamba_jax.params import Params, TextInfo, cast_params, init_params, param_shapes
+from mamba_jax.perplexity import Perplexity, perplexity
 from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scoring import Score, embed, score
 from mamba_jax.warm import warm
@@ -26,6 +27,7 @@ __all__ = [
     "MambaCache",
     "MambaConfig",
     "Params",
+    "Perplexity",
     "Score",
     "TextInfo",
     "calibrate",
@@ -40,6 +42,7 @@ __all__ = [
     "init_params",
     "load",
     "param_shapes",
+    "perplexity",
     "prefill",
     "save",
     "score",

@@ -14,7 +14,7 @@ import numpy as np
 from mamba_jax import planning
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
 from mamba_jax.scheduler.chunks import default_chunk_size
@@ -96,12 +96,13 @@ def fix_layers(
     weights, watch = program_weights(params), dataclasses.replace(watch, every=1)
     model, length = model_of(weights), len(rows[0])
     plan = planning.make_plan(model, 1, length)
-    compile_programs(weights, reading_specs("prefill", plan.batch, plan.programs, watch))
+    specs = [Spec("prefill", plan.batch, each.length, each.chunk_size, watch) for each in plan.segments]
+    compile_programs(weights, [Spec("init", plan.batch), *specs])
     cache, logits = program(weights, Spec("init", plan.batch))()
     total = np.zeros((model.config.n_layer, 2))
     with track("Reading", len(plan.segments)) as advance:
-        for segment, (_, tokens, lengths) in zip(plan.segments, segments(rows, plan), strict=True):
-            run = program(weights, Spec("prefill", plan.batch, segment.length, segment.chunk_size, watch))
+        for spec, (_, tokens, lengths) in zip(specs, segments(rows, plan), strict=True):
+            run = program(weights, spec)
             cache, logits, statistics = run(weights, tokens, lengths, cache, logits)
             total += np.asarray(statistics) * lengths.sum()
             advance(1)

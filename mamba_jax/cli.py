@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
     from mamba_jax.params import Params
+    from mamba_jax.parity import Parity
     from mamba_jax.planning import Model
     from mamba_jax.scoring import Score
 
@@ -215,14 +216,14 @@ def score(
 
 
 def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
+    from mamba_jax.perplexity import perplexity_of
     from mamba_jax.text import token_pieces
 
     pieces, scored = token_pieces(tokenizer, result.tokens), len(result.tokens) - 1
-    perplexity = _exp(-result.total / scored) if scored else None
+    perplexity = perplexity_of(result.total, scored) if scored else None
     if as_json:
         values = dataclasses.asdict(result)
-        finite = None if perplexity == math.inf else perplexity  # JSON has no infinity
-        _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": finite})
+        _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": perplexity})
         return
     for token, piece, logprob in zip(result.tokens, pieces, result.logprobs, strict=True):
         shown = "-" if logprob is None else f"{logprob:.4f}"
@@ -231,8 +232,99 @@ def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
     _write(f"{scored} tokens scored, log-probability {result.total:.4f}, perplexity {shown}\n")
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
+@app.command()
+def perplexity(
+    file: Annotated[Path, typer.Option("--text", exists=True, dir_okay=False, help="A UTF-8 text.")],
+    model: ModelOption = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 1024,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens from one window to the next.")] = 512,
+    whole: Annotated[bool, typer.Option("--whole", help="No windows: carry the state through the text.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Windows read together.")] = 8,
+    chunk_size: Annotated[str, typer.Option(help="Of the scans: auto, or a number.")] = "auto",
+    dtype: DTypeOption = None,
+    as_json: JsonOption = False,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Print the perplexity of a text: token-weighted, each token but the first scored once."""
+    if chunk_size != "auto":
+        _numbers("--chunk-size", chunk_size, ",", count=1)
+    text = _decode(file.read_bytes(), str(file))
+    import mamba_jax
+
+    _enable_cache()
+    result = mamba_jax.perplexity(
+        _load(model, dtype),
+        text,
+        window=None if whole else window,
+        stride=stride,
+        batch=batch,
+        policy=None if chunk_size == "auto" else f"static:{chunk_size}",
+        tokenizer=tokenizer,
+    )
+    if as_json:
+        _write_json(dataclasses.asdict(result))
+        return
+    how = "state carried through" if whole else f"windows of {window}, stride {stride}"
+    _write(f"perplexity {result.perplexity:.4f} of {result.tokens_scored:,} tokens ({how}, {result.dtype})\n")
+
+
+@app.command()
+def parity(
+    against: Annotated[
+        str, typer.Option(help="transformers, mamba_ssm (on a GPU), or a safetensors file of recorded outputs.")
+    ],
+    model: ModelOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--text", exists=True, dir_okay=False, help="Also compare the perplexity of this text."),
+    ] = None,
+    dtype: DTypeOption = "float32",
+    as_json: JsonOption = False,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Compare hidden states, logits, greedy tokens and perplexity with another implementation.
+
+    Exits with 1 if float32 results are outside the tolerances.
+    """
+    from mamba_jax import parity as lib
+
+    text = None if file is None else _decode(file.read_bytes(), str(file))
+    params = _load(model, dtype)
+    found = lib.against(params, against, text=text, tokenizer=tokenizer)
+    if as_json:
+        _write_json(dataclasses.asdict(found))
+    else:
+        _print_parity(found)
+    if found.verdict is False:
+        raise typer.Exit(1)
+
+
+def _print_parity(found: "Parity") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, title=f"{found.dtype} against {found.against}, {found.tokens} tokens", title_justify="left")
+    for column in ("", "largest difference", "relative", "tolerated", "theirs from the truth"):
+        table.add_column(column, justify="left" if not column else "right")
+    errors = found.their_error or (None, None)
+    for name, part, error in (("hidden states", found.hidden, errors[0]), ("logits", found.logits, errors[1])):
+        if part is not None:
+            tolerated = f"{part.atol:g}" + (f" + {part.rtol:g} x" if part.rtol else "")
+            shown = "-" if error is None else f"{error:.2g}"
+            table.add_row(name, f"{part.max_abs:.2g}", f"{part.max_rel:.2g}", tolerated, shown)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    lines = []
+    if found.argmax_equal is not None:
+        lines.append(f"likeliest token equal at {found.argmax_equal:.2%} of positions")
+    if found.greedy_equal is not None:
+        same, of = found.greedy_equal
+        where = "" if same == of else f"; the first differs at new token {found.greedy_first_difference}"
+        lines.append(f"{same} of {of} greedy continuations equal{where}")
+    if found.perplexity is not None and found.their_perplexity is not None:
+        lines.append(f"perplexity {found.perplexity:.5f}, theirs {found.their_perplexity:.5f}")
+    verdicts = {True: "within the tolerances", False: "NOT within the tolerances", None: "no verdict but for float32"}
+    console.print("\n".join([*lines, verdicts[found.verdict]]))
 
 
 @app.command()
@@ -255,12 +347,9 @@ def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
     dtype = stored["embedding"].dtype
     leaves = jax.tree.leaves(param_shapes(config))
     cache = jax.tree.leaves(jax.eval_shape(lambda: init_cache(config, 1, dtype)))
-    architecture = dataclasses.asdict(config)
-    # JSON has no infinity: a limit that limits nothing is null.
-    architecture["dt_limit"] = [limit if math.isfinite(limit) else None for limit in config.dt_limit]
     facts = {
         "model": str(folder),
-        "architecture": architecture | {"padded_vocab_size": config.padded_vocab_size},
+        "architecture": dataclasses.asdict(config) | {"padded_vocab_size": config.padded_vocab_size},
         "parameters": sum(leaf.size for leaf in leaves),
         "dtype": dtype.name,
         "bytes": sum(tensor.size * tensor.dtype.itemsize for tensor in stored.values()),
@@ -459,7 +548,7 @@ def layers(
     dtype: DTypeOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Print a policy, for --policy of other commands: one chunk size a layer, by that layer's statistics of a text."""
+    """Print the policy (for --policy elsewhere) of one chunk size a layer by that layer's statistics of a text."""
     import mamba_jax
 
     text = _decode(file.read_bytes(), str(file))
@@ -550,7 +639,16 @@ def _write(text: str) -> None:
 
 
 def _write_json(value: dict[str, Any]) -> None:
-    _write(json.dumps(value, allow_nan=False) + "\n")
+    _write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for what is no number in JSON: infinities, as a perplexity beyond the floats or no limit."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

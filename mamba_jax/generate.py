@@ -412,7 +412,7 @@ def compile_for(request: Request, *, return_cache: bool = False) -> None:
     """Compile what the request needs and the process does not have yet."""
     longest = max(len(row) for row in request.rows)
     plan = make_plan(model_of(request.weights), len(request.rows), longest, request.policy)
-    specs = reading_specs("prefill", plan.batch, plan.programs, plan.watch)
+    specs = reading_specs("prefill", plan.batch, plan.programs)
     if request.max_new_tokens:
         specs.append(_decode_spec(request))
     if return_cache:

@@ -23,6 +23,7 @@ from mamba_jax.scheduler.signals import Estimator, Watch
 # Segments between the one whose statistic is read and the one that it chooses for: while the device works on the one
 # between them, the host reads, decides and dispatches, so that neither waits for the other.
 LAG = 2
+Reading = tuple[int, ChunkSize, Watch | None]  # a program that reads: its length, chunk size and what it watches
 DEFAULT_POLICY = "measured"
 SLACK = 0.005  # how much slower than the fastest a chunk size may be that `Careful` takes
 
@@ -113,12 +114,14 @@ class Segment:
         chunk_size: of its scans.
         decisions: how the chunk size came about, one for all layers or one a layer.
         seconds: what the call is expected to take; None where it was not measured.
+        watch: the statistic that the call also computes, because a later segment's chunk size is chosen by it.
     """
 
     length: int
     chunk_size: ChunkSize
     decisions: tuple[Decision, ...]
     seconds: float | None
+    watch: Watch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,6 @@ class Plan:
         segments: in order.
         candidates: by segment length, chunk sizes that a statistic may choose among at run time for segments from the
             third on, instead of those planned; empty if none does.
-        watch: the statistic.
         source: where lengths and default chunk sizes come from.
     """
 
@@ -139,7 +141,6 @@ class Plan:
     batch: int
     segments: tuple[Segment, ...]
     candidates: Mapping[int, tuple[int, ...]]
-    watch: Watch | None
     source: str
 
     @property
@@ -149,11 +150,13 @@ class Plan:
         return None if None in each else sum(second for second in each if second is not None)
 
     @property
-    def programs(self) -> tuple[tuple[int, ChunkSize], ...]:
-        """The programs that may run, as (length, chunk size), each once."""
-        found = {(segment.length, segment.chunk_size): None for segment in self.segments}
-        for length, sizes in self.candidates.items():
-            found |= {(length, fit_chunk_size(size, length)): None for size in sizes}
+    def programs(self) -> tuple[Reading, ...]:
+        """The programs that may run, each once."""
+        found: dict[Reading, None] = {}
+        for i, (length, watch) in enumerate((segment.length, segment.watch) for segment in self.segments):
+            chosen = self.candidates.get(length, ()) if i >= LAG else ()
+            sizes = [fit_chunk_size(size, length) for size in chosen] or [self.segments[i].chunk_size]
+            found |= {(length, size, watch): None for size in sizes}
         return tuple(found)
 
 
@@ -219,8 +222,8 @@ def make_plan(model: Model, batch: int, length: int, policy: Policy | None = Non
 @functools.lru_cache(maxsize=16384)
 def _plan(model: Model, batch: int, length: int, policy: Policy | None) -> Plan:
     static, watch = choices(model, batch), watch_for(policy)
-    segments = []
-    for i, size in enumerate(plan_segments(length, static.costs)):
+    segments, sizes = [], plan_segments(length, static.costs)
+    for i, size in enumerate(sizes):
         best = static.chunk_sizes[size]
         if policy is None or watch is not None:
             decisions: tuple[Decision, ...] = (Decision(length, None, None, None, best, DEFAULT_POLICY),)
@@ -228,11 +231,12 @@ def _plan(model: Model, batch: int, length: int, policy: Policy | None) -> Plan:
             decisions = decide(model, batch, policy, length, None, i, size)
         chunk_size = run_chunk_size(decisions, size)
         seconds = static.costs[size] if static.measured and chunk_size == fit_chunk_size(best, size) else None
-        segments.append(Segment(size, chunk_size, honour(decisions, chunk_size), seconds))
+        looked_at = watch if i + LAG < len(sizes) else None
+        segments.append(Segment(size, chunk_size, honour(decisions, chunk_size), seconds, looked_at))
     candidates = {}
     if policy is not None and watch is not None:
         candidates = {segment.length: _allowed(static, policy, segment.length) for segment in segments[LAG:]}
-    return Plan(length, batch, tuple(segments), candidates, watch, static.source)
+    return Plan(length, batch, tuple(segments), candidates, static.source)
 
 
 def _allowed(static: Choices, policy: Policy, length: int) -> tuple[int, ...]:
@@ -311,10 +315,8 @@ def _features(policy: Policy) -> tuple[str, ...]:
     return ("layer",) if isinstance(policy, PerLayer) else ()
 
 
-def programs_for(
-    model: Model, batch: int, low: int, high: int, policy: Policy | None = None
-) -> tuple[tuple[int, ChunkSize], ...]:
-    """The programs, as (length, chunk size), that reading texts of `low` to `high` positions may run.
+def programs_for(model: Model, batch: int, low: int, high: int, policy: Policy | None = None) -> tuple[Reading, ...]:
+    """The programs that reading texts of `low` to `high` positions may run.
 
     With a policy every length is planned, since it may decide anything by length: some 50 microseconds each.
     """
@@ -322,8 +324,8 @@ def programs_for(
     if policy is None:
         static = choices(model, batch)
         lengths = lengths_used(low, high, static.costs)
-        return tuple((length, fit_chunk_size(static.chunk_sizes[length], length)) for length in lengths)
-    found: dict[tuple[int, ChunkSize], None] = {}
+        return tuple((length, fit_chunk_size(static.chunk_sizes[length], length), None) for length in lengths)
+    found: dict[Reading, None] = {}
     for length in range(low, high + 1):
         found |= dict.fromkeys(make_plan(model, batch, length, policy).programs)
     return tuple(found)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
 from mamba_jax.params import Params, TextInfo, check_params, check_placement
-from mamba_jax.planning import LAG, Model, Plan, decide, honour, make_plan, run_chunk_size
+from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
 from mamba_jax.scheduler.chunks import ChunkSize
@@ -331,11 +331,9 @@ def program_weights(params: Params) -> Params:
     return dataclasses.replace(params, text=TextInfo())
 
 
-def reading_specs(
-    kind: str, batch: int, reading: Iterable[tuple[int, ChunkSize]], watch: Watch | None = None
-) -> list[Spec]:
-    """The programs of (length, chunk size) pairs, "prefill", "score" or "embed", and that of the empty cache."""
-    return [Spec("init", batch), *(Spec(kind, batch, length, chunk_size, watch) for length, chunk_size in reading)]
+def reading_specs(kind: str, batch: int, reading: Iterable[Reading]) -> list[Spec]:
+    """The programs that read, "prefill", "score" or "embed", and that of the empty cache."""
+    return [Spec("init", batch), *(Spec(kind, batch, *one) for one in reading)]
 
 
 def segments(rows: Sequence[Sequence[int]], plan: Plan) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -390,7 +388,7 @@ def read_prompts(
                 )
                 chunk_size = run_chunk_size(decisions, segment.length)
                 decisions = honour(decisions, chunk_size)
-            run = program(weights, Spec("prefill", plan.batch, segment.length, chunk_size, plan.watch))
+            run = program(weights, Spec("prefill", plan.batch, segment.length, chunk_size, segment.watch))
             cache, logits, statistic = run(weights, tokens, lengths, cache, logits)
             if statistic is not None:
                 statistic.copy_to_host_async()

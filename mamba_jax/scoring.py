@@ -11,6 +11,7 @@ from mamba_jax.params import Params
 from mamba_jax.planning import make_plan
 from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
 from mamba_jax.progress import track
+from mamba_jax.scheduler.policies import Policy
 from mamba_jax.text import Tokenizer
 
 BATCH = 8  # texts read together; longer ones first, so that neighbours are of like lengths
@@ -60,7 +61,29 @@ def score(
         ValueError: if an argument does not fit; the message names it.
     """
     rows, single, _ = as_rows(params, texts, tokenizer, "texts")
-    weights = program_weights(params)
+    found = token_logprobs(program_weights(params), rows)
+    scores = [Score(tokens=row, logprobs=[None, *logprobs.tolist()]) for row, logprobs in zip(rows, found, strict=True)]
+    return scores[0] if single else scores
+
+
+def token_logprobs(
+    weights: Params, rows: list[list[int]], *, batch: int = BATCH, policy: Policy | None = None, bar: bool | None = None
+) -> list[np.ndarray]:
+    """Log-probability of every token of every row but its first.
+
+    Args:
+        weights: the model as programs take it.
+        rows: token ids, each row at least one.
+        batch: rows read together.
+        policy: decides chunk sizes; None takes the fastest measured ones.
+        bar: whether to show one; None does so on a terminal where there is more than one segment to read.
+
+    Returns:
+        float32 arrays, each one shorter than its row.
+
+    Raises:
+        FloatingPointError: if one is not finite.
+    """
 
     def segment(
         run: Any, group: list[list[int]], cache: Any, offset: int, tokens: np.ndarray, lengths: np.ndarray
@@ -71,11 +94,8 @@ def score(
             targets[i, : len(part)] = part
         return run(weights, tokens, targets, lengths, cache)
 
-    scores = [
-        Score(tokens=row, logprobs=[None, *logprobs[: len(row) - 1].tolist()])
-        for row, logprobs in zip(rows, _read(weights, rows, "score", segment), strict=True)
-    ]
-    return scores[0] if single else scores
+    found = _read(weights, rows, "score", segment, batch=batch, policy=policy, bar=bar)
+    return [logprobs[:-1] for logprobs in found]
 
 
 @overload
@@ -115,14 +135,23 @@ def embed(
     return states[0] if single else states
 
 
-def _read(weights: Params, rows: list[list[int]], kind: str, segment: Callable[..., Any]) -> list[np.ndarray]:
+def _read(
+    weights: Params,
+    rows: list[list[int]],
+    kind: str,
+    segment: Callable[..., Any],
+    *,
+    batch: int = BATCH,
+    policy: Policy | None = None,
+    bar: bool | None = None,
+) -> list[np.ndarray]:
     """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
-    groups = list(_groups(rows))
-    plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]])) for indices in groups]
+    groups = list(_groups(rows, batch))
+    plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]]), policy) for indices in groups]
     compile_programs(weights, [spec for plan in plans for spec in reading_specs(kind, plan.batch, plan.programs)])
     values: list[np.ndarray] = [np.empty(0)] * len(rows)
     total = sum(len(plan.segments) for plan in plans)
-    with track("Reading", total, show=None if total > 1 else False) as advance:
+    with track("Reading", total, show=bar if total > 1 else False) as advance:
         for indices, plan in zip(groups, plans, strict=True):
             group = [rows[i] for i in indices]
             cache, _ = program(weights, Spec("init", plan.batch))()
@@ -142,7 +171,7 @@ def _read(weights: Params, rows: list[list[int]], kind: str, segment: Callable[.
     return values
 
 
-def _groups(rows: list[list[int]]) -> Iterator[list[int]]:
+def _groups(rows: list[list[int]], batch: int) -> Iterator[list[int]]:
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    for start in range(0, len(order), BATCH):
-        yield order[start : start + BATCH]
+    for start in range(0, len(order), batch):
+        yield order[start : start + batch]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mamba_jax.params import Params
-from mamba_jax.planning import Model, as_policy, programs_for, watch_for
+from mamba_jax.planning import Model, as_policy, programs_for
 from mamba_jax.programs import BLOCK, TABLE, Spec, compile_programs, model_of, program_weights, reading_specs
 from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scheduler.monitoring import count_compilations
@@ -117,7 +117,7 @@ def specs_for(
             for policy in map(as_policy, policies) if task == "generate" else [None]:
                 kind = "prefill" if task == "generate" else task
                 reading = programs_for(model, rows, low, last, policy)
-                found |= dict.fromkeys(reading_specs(kind, rows, reading, watch_for(policy)))
+                found |= dict.fromkeys(reading_specs(kind, rows, reading))
             if task == "generate":
                 found[Spec("row", rows)] = None
                 if max_new_tokens:

@@ -89,8 +89,19 @@ def test_a_statistic_chooses_from_the_third_segment_on():
     plan = make_plan(model, 1, 4 * 2048, as_policy("corey-default"))
     assert chunk_sizes(plan) == [(2048, 128)] * 4
     assert plan.candidates == {2048: (32, 64, 128, 256, 512)}
-    assert set(plan.programs) == {(2048, size) for size in (32, 64, 128, 256, 512)}
-    assert make_plan(model, 1, LAG * 2048, as_policy("corey-default")).candidates == {}
+    watch = planning.watch_for(as_policy("corey-default"))
+    assert [segment.watch for segment in plan.segments] == [watch, watch, None, None]
+    chosen = {(2048, size, None) for size in (32, 64, 128, 256, 512)}
+    assert set(plan.programs) == {(2048, 128, watch)} | chosen
+    longer = make_plan(model, 1, 5 * 2048, as_policy("corey-default")).programs
+    assert set(longer) == chosen | {(2048, size, watch) for size in (32, 64, 128, 256, 512)}
+
+
+def test_what_a_statistic_cannot_choose_for_is_read_as_without_a_policy():
+    model = Model(MODEL.config, "float32", "gpu", "Unknown Device")
+    short = make_plan(model, 1, LAG * 2048, as_policy("corey-default"))
+    assert short.candidates == {}
+    assert short.programs == make_plan(model, 1, LAG * 2048).programs == ((2048, 128, None),)
 
 
 @pytest.mark.usefixtures("measured")
