@@ -5,6 +5,11 @@ import sys
 from collections.abc import Callable, Iterator
 
 
+def at_terminal() -> bool:
+    """Whether stderr is a terminal; it may be closed."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def track(
     label: str, total: int, *, in_bytes: bool = False, show: bool | None = None
@@ -17,7 +22,7 @@ def track(
         in_bytes: the amount is bytes, shown with their speed.
         show: whether to show it; None does so where stderr is a terminal.
     """
-    terminal = sys.stderr is not None and sys.stderr.isatty()
+    terminal = at_terminal()
     if not (terminal if show is None else show):
         yield lambda _: None
         return
