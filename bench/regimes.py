@@ -2,9 +2,9 @@
 
 Prompts of eight serving regimes (and rows of LongBench as longer ones) are read with every static chunk size and with
 every policy: the COREY paper's Tables 5, 6 and 7 for prefill alone. The oracle is the fastest static chunk size of each
-prompt. A policy's figure is its time over the oracle's, less 1, in the same round; the oracle is chosen in one half of
-the rounds and met in the other, since the fastest of several noisy timings is too fast. The interval is a bootstrap
-over prompts.
+prompt. A policy's figure is its time over the oracle's in the same round, the median of rounds, the geometric mean of
+prompts; the oracle is chosen in one half of the rounds and met in the other, since the fastest of several noisy timings
+is too fast. The interval is a bootstrap over prompts.
 
 Each round takes the prompts in random order and for each prompt all contenders in random order, after a run that does
 not count. A sample is the mean of as many runs as fill 20 ms. Contenders that run the very same programs on a prompt
@@ -24,6 +24,7 @@ import functools
 import importlib.metadata
 import io
 import json
+import math
 import os
 import platform
 import random
@@ -412,13 +413,13 @@ def first_entropy(weights: Params, prompt: Prompt) -> float:
 
 
 def over_oracle(samples: Samples, name: str, statics: Sequence[str]) -> float:
-    """How much slower a contender is than the fastest static one, which is chosen in the other half of the rounds."""
+    """Logarithm of a contender's time over the fastest static one's, which the other half of the rounds chooses."""
     rounds = range(len(samples[name]))
     parts = (rounds[::2], rounds[1::2]) if len(rounds) > 1 else (rounds, rounds)
     found = []
     for here, there in (parts, parts[::-1]):
         best = min(statics, key=lambda static: statistics.median(samples[static][i] for i in there))
-        found.append(statistics.median(samples[name][i] / samples[best][i] for i in here) - 1)
+        found.append(statistics.median(math.log(samples[name][i] / samples[best][i]) for i in here))
     return statistics.mean(found)
 
 
@@ -438,15 +439,15 @@ def summarise(study: Study) -> list[Row]:
         rows.append(
             {
                 "contender": name,
-                "over_oracle": statistics.mean(values),
-                "interval": interval(values),
-                "worst": max(values),
+                "over_oracle": math.expm1(statistics.mean(values)),
+                "interval": [math.expm1(end) for end in interval(values)],
+                "worst": math.expm1(max(values)),
                 "same_programs": sum(study.keys[i][name] == study.keys[i][study.best(i)] for i in read),
                 "prompts": len(read),
                 "seconds": total,
                 "over_static_512": total / sum(study.seconds(i, study.reference) for i in read),
                 "chunks": chunk_shares([study.keys[i][name] for i in read]),
-                "by_prompt": dict(zip([study.prompts[i].name for i in read], values, strict=True)),
+                "by_prompt": {study.prompts[i].name: math.expm1(value) for i, value in zip(read, values, strict=True)},
                 **study.policies[name],
             }
         )
@@ -454,14 +455,14 @@ def summarise(study: Study) -> list[Row]:
 
 
 def same_measured_twice(study: Study) -> list[float]:
-    """By how much the default's timing differs from another one of the same programs, by prompt."""
+    """Logarithm of the default's timing over another one of the same programs, by prompt."""
     found = []
     for i, keys in enumerate(study.keys):
         twin = next((name for name, key in keys.items() if name != DEFAULT and key == keys[DEFAULT]), None)
         if twin is not None:
             samples = study.of(i)
-            ratios = [a / b for a, b in zip(samples[DEFAULT], samples[twin], strict=True)]
-            found.append(statistics.median(ratios) - 1)
+            pairs = zip(samples[DEFAULT], samples[twin], strict=True)
+            found.append(statistics.median(math.log(a / b) for a, b in pairs))
     return found
 
 
@@ -496,16 +497,18 @@ def table_5(study: Study, rows: Sequence[Row], title: str) -> Section:
     own = by_name.get("layers by corey-default", {}).get("over_oracle")
     literal = "" if own is None else f" The paper's default preset from the first token on: {percent(own):+} %."
     twins = same_measured_twice(study) or [0.0]
-    low, high = interval(twins)
+    apart, low, high = (percent(math.expm1(x)) for x in (statistics.mean(twins), *interval(twins)))
+    alike = default["same_programs"]
     return Section(
         f"Tables 5 and 27: {title}",
         shown,
         f"Prefill alone, {len(study.prompts)} prompts, {study.facts['rounds']} rounds; ours over the oracle of each "
         "prompt, the paper's over static 512. Same programs: prompts where exactly the oracle's ran. The paper's full "
         "histogram is corey-h800, its learned table the rule by length. Planning: for a length that is new / known.",
-        f"The default is {percent(default['over_oracle']):+} % from the oracle. Within 0.5 %: "
+        f"The default is measured {percent(default['over_oracle']):+} % from the oracle, whose very programs it ran on "
+        f"{alike} of {default['prompts']} prompts. Within 0.5 %: "
         f"{', '.join(within) or 'no other'}.{literal} The same programs measured twice differ by "
-        f"{percent(statistics.mean(twins)):+} % on {len(twins)} prompts (95 %: {percent(low)} .. {percent(high)}).",
+        f"{apart:+} % on {len(twins)} prompts (95 %: {low} .. {high}).",
     )
 
 
@@ -593,7 +596,7 @@ def sanity(study: Study) -> Section:
                 "sweep": distinct[0].removeprefix("static:"),
                 "next": distinct[min(1, len(distinct) - 1)].removeprefix("static:"),
                 "next %": percent(second / best - 1),
-                "default over sweep %": percent(over_oracle(study.of(i), DEFAULT, study.statics)),
+                "default over sweep %": percent(math.expm1(over_oracle(study.of(i), DEFAULT, study.statics))),
             }
         )
     return Section(
@@ -721,7 +724,8 @@ def main(
                 study = run_study(params, taken, sizes, POLICIES if policy is None else policy, rounds, seconds)
             study.facts["total_s"] = time.perf_counter() - begin
             rows = summarise(study)
-            title = f"{name} {dtype}, {report['device']}, " + (
+            kind = f"{dtype}, random weights" if name in PUBLISHED else dtype
+            title = f"{name} {kind}, {report['device']}, " + (
                 "segments as planned" if lengths is None else f"segments of {', '.join(map(str, lengths))}"
             )
             sections = [table_5(study, rows, title), table_6(study), table_7(study, rows)]
