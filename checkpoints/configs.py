@@ -92,7 +92,7 @@ def read_config(folder: Path) -> tuple[MambaConfig, TextInfo]:
     config, text = parse_config(read_json(path), str(path))
     generation = folder / GENERATION_CONFIG
     if generation.is_file():
-        text = _read_text(read_json(generation), str(generation), text)
+        text = _read_text(read_json(generation), str(generation), text, config.padded_vocab_size)
     return config, dataclasses.replace(text, tokenizer=str(folder.absolute()) if has_tokenizer(folder) else None)
 
 
@@ -121,7 +121,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> tuple[Ma
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     eos, bos, pad = _TEXT_DEFAULTS[dialect]
-    return config, _read_text(raw, where, TextInfo(None, () if eos is None else (eos,), bos, pad))
+    default = TextInfo(None, () if eos is None else (eos,), bos, pad)
+    return config, _read_text(raw, where, default, config.padded_vocab_size)
 
 
 def _dialect(raw: Mapping[str, Any], where: str) -> Dialect:
@@ -344,19 +345,22 @@ def _section(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     return section
 
 
-def _read_text(raw: Mapping[str, Any], where: str, default: TextInfo) -> TextInfo:
-    """The token ids a config or generation config names, over `default`."""
+def _read_text(raw: Mapping[str, Any], where: str, default: TextInfo, rows: int) -> TextInfo:
+    """The token ids a config or generation config names, over `default`; the embedding has `rows` rows."""
 
-    def ids(key: str, absent: Any) -> Any:
+    def ids(key: str, absent: Any, end: float) -> Any:
         value = raw.get(key, absent)
         many = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if not all(type(item) is int and item >= 0 for item in many):
             raise ValueError(f"{where}: {key}: got {value!r}, wanted token ids")
+        if key in raw and not all(item < end for item in many):
+            raise ValueError(f"{where}: {key}: got {value!r}, wanted token ids from 0 to {rows - 1}")
         return value
 
-    eos = ids("eos_token_id", default.eos_token_ids)
+    eos = ids("eos_token_id", default.eos_token_ids, rows)
     eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-    bos, pad = ids("bos_token_id", default.bos_token_id), ids("pad_token_id", default.pad_token_id)
+    bos = ids("bos_token_id", default.bos_token_id, rows)
+    pad = ids("pad_token_id", default.pad_token_id, math.inf)  # never read: some checkpoints name one they lack
     for key, value in (("bos_token_id", bos), ("pad_token_id", pad)):
         if isinstance(value, list | tuple):
             raise ValueError(f"{where}: {key}: got {value!r}, wanted one token id")

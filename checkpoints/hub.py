@@ -32,6 +32,8 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
         ValueError: if there is no such folder or repository; the message says what was tried.
         OSError: if the hub cannot be reached and the cache does not hold the repository.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"path_or_hub_id: got {name!r:.80}, wanted a folder, or a hub id such as 'owner/name'")
     text, path = os.fspath(name), Path(name).expanduser()
     if text and path.is_dir():
         if revision is not None:
@@ -42,6 +44,29 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
     if not isinstance(name, str) or not _HUB_ID.fullmatch(text) or ".." in text:
         raise ValueError(f"{text!r}: no such folder, and no hub id, which would read 'owner/name'")
     return _snapshot(text, revision, progress)
+
+
+def find_tokenizer(repository: str) -> Path:
+    """The folder of a snapshot with a repository's tokenizer, after a download where the cache lacks it.
+
+    Raises:
+        ValueError: if there is no such repository; the message says what was tried.
+        OSError: if the hub cannot be reached and the cache does not hold it.
+    """
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+
+    tried = f"no such folder (tried {Path(repository).absolute()})"
+    if not _HUB_ID.fullmatch(repository) or ".." in repository:
+        raise ValueError(f"{repository!r}: {tried}, and no hub id, which would read 'owner/name'")
+    try:
+        return download(repository, [*TOKENIZER_FILES, CONFIG_FILES[0]], None, progress=False)
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{repository!r}: {tried}, and no hub repository (tried {_endpoint()})") from error
+    except (HTTPError, OSError) as error:
+        raise OSError(
+            f"{repository!r}: {tried}; the hub could not be reached (tried {_endpoint()}), and the cache does not hold "
+            f"it (tried {_cache()}): {error}"
+        ) from error
 
 
 def download(repository: str, files: list[str], revision: str | None, progress: bool) -> Path:

@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from mamba_jax.arguments import FLOAT_DTYPES, float_dtype
 from mamba_jax.checkpoints.archive import open_weights
 from mamba_jax.checkpoints.configs import read_config
 from mamba_jax.checkpoints.hub import find_folder
@@ -17,12 +17,9 @@ from mamba_jax.checkpoints.keys import EMBEDDING, LM_HEAD, Layout, file_weights
 from mamba_jax.checkpoints.stored import StoredTensor
 from mamba_jax.config import MambaConfig
 from mamba_jax.params import Params, build_params
-from mamba_jax.progress import track
+from mamba_jax.progress import at_terminal, track
 
-DType = Literal["bfloat16", "float16", "float32"]
-
-_DTYPES = ("bfloat16", "float16", "float32")
-_STORED_DTYPES = (*_DTYPES, "float64")
+_STORED_DTYPES = (*FLOAT_DTYPES, "float64")
 _SHOWN = 10  # problems of a kind that an error lists before it counts the rest
 _ALIGNMENT = 64
 _BLOCK = 1 << 20  # elements looked at together
@@ -31,7 +28,7 @@ _BLOCK = 1 << 20  # elements looked at together
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
-    dtype: DType | None = None,
+    dtype: DTypeLike | None = None,
     revision: str | None = None,
     allow_nonfinite: bool = False,
     progress: bool | None = None,
@@ -44,8 +41,8 @@ def load(
     Args:
         path_or_hub_id: a folder, or a hub id such as "state-spaces/mamba2-130m", downloaded once through
             huggingface_hub (`HF_HOME`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` hold).
-        dtype: of the weights; None keeps the file's (the embedding's, where they differ; float64 becomes float32).
-            A_log, D and dt_bias are float32 always.
+        dtype: of the weights: bfloat16, float16 or float32; None keeps the file's (the embedding's, where they differ;
+            float64 becomes float32). A_log, D and dt_bias are float32 always.
         revision: branch, tag or commit of a hub id.
         allow_nonfinite: accept NaN and infinity in weights.
         progress: show a progress bar on stderr; None shows one if stderr is a terminal.
@@ -58,9 +55,8 @@ def load(
             dtypes are reported together.
         OSError: if the hub cannot be reached, or a file cannot be read.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, wanted one of {', '.join(_DTYPES)}, or None for the file's")
-    show = sys.stderr.isatty() if progress is None else progress
+    kept = None if dtype is None else float_dtype("dtype", dtype)
+    show = at_terminal() if progress is None else progress
     folder = find_folder(path_or_hub_id, revision, show)
     config, text = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
@@ -77,7 +73,7 @@ def load(
             advance(_nbytes(stored[path]))
             return leaf
 
-        params = build_params(config, dtype or _kept_dtype(stored["embedding"]), make, text)
+        params = build_params(config, kept or _kept_dtype(stored["embedding"]), make, text)
     if bad:
         raise ValueError(f"{folder}: NaN or infinity in {_some(bad)}; allow_nonfinite=True loads it all the same")
     return params

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from mamba_jax.arguments import as_integer
 from mamba_jax.checkpoints.config_writing import write_config, write_generation_config
 from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_FILES
 from mamba_jax.checkpoints.hub import download
 from mamba_jax.checkpoints.keys import LAYOUTS, Layout, Weight, file_weights, leaves
 from mamba_jax.checkpoints.safetensors_file import write_safetensors
-from mamba_jax.params import Params, param_shapes
+from mamba_jax.params import Params, check_params
 
 _SINGLE = "model.safetensors"
 
@@ -41,9 +42,10 @@ def save(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, wanted one of {', '.join(LAYOUTS)}")
-    if max_shard_size < 1:
-        raise ValueError(f"max_shard_size: got {max_shard_size}, wanted at least 1 byte")
-    _check_leaves(params)
+    as_integer("max_shard_size", max_shard_size, 1)
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory: got {directory!r:.80}, wanted the path of a folder")
+    check_params(params)  # others would not load
     config = write_config(params.config, params.text, params.dtype.name, layout)
     target = Path(directory).expanduser()
     _refuse_occupied(target)
@@ -66,19 +68,6 @@ def save(
         shutil.rmtree(hidden)
         if created and not any(target.iterdir()):
             target.rmdir()
-
-
-def _check_leaves(params: Params) -> None:
-    """A checkpoint whose weights are not those of its config would not load."""
-
-    def describe(leaf: Any) -> str:
-        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-    got, wanted = leaves(params), leaves(param_shapes(params.config, params.dtype))
-    pairs = {path: (describe(got.get(path)), describe(wanted.get(path))) for path in wanted | got}
-    wrong = [f"{path}: got {came}, wanted {due}" for path, (came, due) in pairs.items() if came != due]
-    if wrong:
-        raise ValueError(f"params: not the weights of params.config: {'; '.join(wrong)}")
 
 
 def _refuse_occupied(target: Path) -> None:

@@ -6,6 +6,7 @@ from flax import struct
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from mamba_jax.arguments import FLOAT_DTYPES, as_integer, describe, float_dtype, is_array
 from mamba_jax.config import MambaConfig
 
 
@@ -25,32 +26,58 @@ class MambaCache:
         return self.conv[0].shape[0]
 
 
-def init_cache(
-    config: MambaConfig, batch: int, dtype: DTypeLike = jnp.bfloat16, state_dtype: DTypeLike = jnp.float32
-) -> MambaCache:
+def init_cache(config: MambaConfig, batch: int, dtype: DTypeLike, state_dtype: DTypeLike = jnp.float32) -> MambaCache:
     """The cache before the first token: zeros.
 
     Args:
         config: the architecture.
         batch: rows, at least 1.
-        dtype: of the convolution windows: the model's dtype (`params.dtype`).
+        dtype: of the convolution windows: `params.dtype`.
         state_dtype: of the SSM states. 16-bit states lose slow decays (0.999 rounds to 1 in bfloat16).
 
     Returns:
         A zero cache.
 
     Raises:
-        ValueError: if batch is below 1.
+        ValueError: if batch is below 1, or a dtype is none that weights may have.
     """
-    if batch < 1:
-        raise ValueError(f"batch: got {batch}, wanted at least 1")
-    c = config
-    state = (batch, c.d_state, c.d_inner) if c.layer == "mamba1" else (batch, c.nheads, c.headdim, c.d_state)
-    window = (batch, c.d_conv - 1, c.conv_channels)
+    rows = as_integer("batch", batch, 1)
+    dtype, state_dtype = float_dtype("dtype", dtype), float_dtype("state_dtype", state_dtype)
     return MambaCache(
-        conv=tuple(jnp.zeros(window, dtype) for _ in range(c.n_layer)),
-        ssm=tuple(jnp.zeros(state, state_dtype) for _ in range(c.n_layer)),
+        conv=tuple(jnp.zeros((rows, *window_shape(config)), dtype) for _ in range(config.n_layer)),
+        ssm=tuple(jnp.zeros((rows, *state_shape(config)), state_dtype) for _ in range(config.n_layer)),
     )
+
+
+def window_shape(config: MambaConfig) -> tuple[int, ...]:
+    """Shape of a row's convolution window."""
+    return (config.d_conv - 1, config.conv_channels)
+
+
+def state_shape(config: MambaConfig) -> tuple[int, ...]:
+    """Shape of a row's SSM state."""
+    c = config
+    return (c.d_state, c.d_inner) if c.layer == "mamba1" else (c.nheads, c.headdim, c.d_state)
+
+
+def check_cache(cache: MambaCache, config: MambaConfig, batch: int, dtype: DTypeLike) -> None:
+    """Raise a `ValueError` unless it is a cache of that model, batch and dtype of weights.
+
+    States may be of any dtype that `init_cache` takes.
+    """
+    if not isinstance(cache, MambaCache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a MambaCache")
+    for name, arrays, row, dtypes in (
+        ("conv", cache.conv, window_shape(config), (jnp.dtype(dtype).name,)),
+        ("ssm", cache.ssm, state_shape(config), FLOAT_DTYPES),
+    ):
+        wanted = f"{' or '.join(dtypes)}{[batch, *row]}"
+        if not isinstance(arrays, tuple) or len(arrays) != config.n_layer:
+            got = f"a {type(arrays).__name__} of {len(arrays)}" if hasattr(arrays, "__len__") else f"{arrays!r:.80}"
+            raise ValueError(f"cache.{name}: got {got}, wanted a tuple of {config.n_layer} arrays {wanted}")
+        for i, array in enumerate(arrays):
+            if not is_array(array, (batch, *row), dtypes):
+                raise ValueError(f"cache.{name}[{i}]: got {describe(array)}, wanted {wanted} for this model and batch")
 
 
 def take_rows(cache: MambaCache, slots: ArrayLike) -> MambaCache:

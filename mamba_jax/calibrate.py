@@ -90,7 +90,7 @@ def fix_layers(
     watch = planning.watch_for(chosen)
     if chosen is None or watch is None:
         raise ValueError(f"policy: got {policy!r}, wanted one that looks at a statistic, as 'entropy:sampled' does")
-    rows, single, _ = as_rows(params, text, tokenizer)
+    rows, single, _ = as_rows(params, text, tokenizer, "text")
     if not single:
         raise ValueError(f"text: got a list of {len(rows)} texts, wanted a single one")
     weights, watch = program_weights(params), dataclasses.replace(watch, every=1)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
-    from mamba_jax.checkpoints.loading import DType
     from mamba_jax.longbench import Summary
     from mamba_jax.params import Params
     from mamba_jax.parity import Parity
@@ -58,7 +57,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: what follows the program's name; None takes it from `sys.argv`.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # one of them laments that torch is missing
+    if sys.stderr is None:  # closed by the caller, who does not care
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -108,7 +108,10 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(min=0, help="Above 1 makes tokens that were there before less likely.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling; the same seed gives the same text.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the sampling; the same seed gives the same text.", show_default="0"),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this string; may be given several times.", show_default=False)
     ] = None,
@@ -123,18 +126,22 @@ def generate(
     A base model goes on for ever, often repeating itself: see --max-new-tokens, --stop and --repetition-penalty.
     """
     text = _read_prompt(prompt)
-    import mamba_jax
-
-    _enable_cache()
-    params = _load(model, dtype)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+    sampling = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
-        "seed": seed,
+    }
+    _check_sampling(sampling, seed)
+    import mamba_jax
+
+    _enable_cache()
+    params = _load(model, dtype)
+    options: dict[str, Any] = {
+        **sampling,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed or 0,
         "stop": stop or None,
         "tokenizer": tokenizer,
         "policy": policy,
@@ -150,6 +157,23 @@ def generate(
         _write_json({name: getattr(result, name) for name in names})
     else:
         _write(f"{result.text}\n")
+
+
+def _check_sampling(sampling: dict[str, Any], seed: int | None) -> None:
+    """What the library would refuse is a wrong use of the command line; what changes nothing is said on stderr."""
+    from mamba_jax.sampling import Sampler, row_keys
+
+    try:
+        Sampler.of(1, **sampling)
+        row_keys(seed or 0, 1)
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        raise typer.BadParameter(problem, param_hint=f"--{name.replace('_', '-')}") from error
+    given = [name for name in ("top_k", "top_p", "min_p") if sampling[name] is not None]
+    given += [] if seed is None else ["seed"]
+    if given and sampling["temperature"] == 0:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        sys.stderr.write(f"at --temperature 0 the likeliest token is taken: {options} changes nothing\n")
 
 
 @app.command()
@@ -177,6 +201,8 @@ def score(
     if file is not None and text is not None:
         raise typer.BadParameter("got both TEXT and --file, wanted one", param_hint="--file")
     text = _decode(file.read_bytes(), str(file)) if file is not None else _read_text(text, "TEXT")
+    if not text:
+        raise ValueError("got an empty text, wanted one to score")
     import mamba_jax
     from mamba_jax.text import load_tokenizer
 
@@ -191,10 +217,11 @@ def score(
 
 
 def _print_score(result: "Score", tokenizer: Any, as_json: bool) -> None:
+    from mamba_jax.perplexity import perplexity_of
     from mamba_jax.text import token_pieces
 
     pieces, scored = token_pieces(tokenizer, result.tokens), len(result.tokens) - 1
-    perplexity = math.exp(-result.total / scored) if scored else None
+    perplexity = perplexity_of(result.total, scored) if scored else None
     if as_json:
         values = dataclasses.asdict(result)
         _write_json({**values, "pieces": pieces, "total": result.total, "perplexity": perplexity})
@@ -404,8 +431,9 @@ def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
     from mamba_jax.checkpoints.configs import read_config
     from mamba_jax.checkpoints.hub import find_folder
     from mamba_jax.checkpoints.loading import match_weights
+    from mamba_jax.progress import at_terminal
 
-    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    folder = find_folder(_model(model), None, at_terminal())
     config, text = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
     import jax
@@ -416,12 +444,9 @@ def info(model: ModelOption = None, as_json: JsonOption = False) -> None:
     dtype = stored["embedding"].dtype
     leaves = jax.tree.leaves(param_shapes(config))
     cache = jax.tree.leaves(jax.eval_shape(lambda: init_cache(config, 1, dtype)))
-    architecture = dataclasses.asdict(config)
-    # JSON has no infinity: a limit that limits nothing is null.
-    architecture["dt_limit"] = [limit if math.isfinite(limit) else None for limit in config.dt_limit]
     facts = {
         "model": str(folder),
-        "architecture": architecture | {"padded_vocab_size": config.padded_vocab_size},
+        "architecture": dataclasses.asdict(config) | {"padded_vocab_size": config.padded_vocab_size},
         "parameters": sum(leaf.size for leaf in leaves),
         "dtype": dtype.name,
         "bytes": sum(tensor.size * tensor.dtype.itemsize for tensor in stored.values()),
@@ -644,8 +669,9 @@ def _described(model: str | None, dtype: str | None) -> "Model":
     from mamba_jax.checkpoints.hub import find_folder
     from mamba_jax.checkpoints.loading import match_weights
     from mamba_jax.planning import Model
+    from mamba_jax.progress import at_terminal
 
-    folder = find_folder(_model(model), None, sys.stderr.isatty())
+    folder = find_folder(_model(model), None, at_terminal())
     config, _ = read_config(folder)
     config, stored = match_weights(config, open_weights(folder), str(folder))
     device = jax.devices()[0]
@@ -657,6 +683,8 @@ def _read_prompt(prompt: str | None) -> str:
     text = _read_text(prompt, "PROMPT")
     if prompt in (None, "-"):
         text = text.removesuffix("\n").removesuffix("\r")
+        if not text:
+            raise ValueError("stdin: got no text, wanted a prompt (to begin with nothing, give an empty argument)")
     return text
 
 
@@ -682,7 +710,7 @@ def _model(model: str | None) -> str:
     return model if model is not None else str(mamba_jax.default_model())
 
 
-def _load(model: str | None, dtype: "DType | None") -> "Params":
+def _load(model: str | None, dtype: str | None) -> "Params":
     import mamba_jax
 
     return mamba_jax.load(_model(model), dtype=dtype)
@@ -708,7 +736,16 @@ def _write(text: str) -> None:
 
 
 def _write_json(value: dict[str, Any]) -> None:
-    _write(json.dumps(value, allow_nan=False) + "\n")
+    _write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for what is no number in JSON: infinities, as a perplexity beyond the floats or no limit."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ from typing import Literal
 LayerKind = Literal["mamba1", "mamba2"]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MambaConfig:
     """Static, hashable description of a model; names follow mamba_ssm.
@@ -85,9 +89,21 @@ class MambaConfig:
                 )
             if self.nheads % self.ngroups:
                 raise ValueError(f"ngroups={self.ngroups} does not divide nheads={self.nheads} (d_inner / headdim)")
-        low, high = self.dt_limit
-        if not 0.0 <= low <= high:
-            raise ValueError(f"dt_limit: got {self.dt_limit}, wanted 0 <= low <= high")
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        for name in (field.name for field in dataclasses.fields(self) if field.type is bool):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted True or False")
+        for name, absent in (("norm_eps", False), ("bcdt_norm_eps", True)):
+            value = getattr(self, name)
+            if not (absent and value is None) and not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name}: got {value!r}, wanted a finite number of at least 0")
+        limit = self.dt_limit
+        if not isinstance(limit, tuple) or len(limit) != 2 or not all(map(_is_number, limit)):
+            raise ValueError(f"dt_limit: got {limit!r}, wanted a tuple of two numbers")
+        if not 0.0 <= limit[0] <= limit[1]:
+            raise ValueError(f"dt_limit: got {limit}, wanted 0 <= low <= high")
 
     @property
     def padded_vocab_size(self) -> int:

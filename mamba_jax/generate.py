@@ -8,15 +8,16 @@ import collections
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
 from mamba_jax import text as text_lib
+from mamba_jax.arguments import as_integer, as_integers, is_integer
 from mamba_jax.cache import MambaCache
-from mamba_jax.params import Params
+from mamba_jax.params import Params, check_params
 from mamba_jax.planning import as_policy, make_plan
 from mamba_jax.programs import (
     BLOCK,
@@ -84,12 +85,11 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | Sequence[int] = 0
-    stop_token_ids: Sequence[int] | None = None
-    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | Set[int] | None = None
+    stop: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens: got {self.max_new_tokens!r}, wanted an integer of at least 0")
+        as_integer("max_new_tokens", self.max_new_tokens, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ def generate(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     seed: int | Sequence[int] = 0,
-    stop_token_ids: Sequence[int] | None = None,
-    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | Set[int] | None = None,
+    stop: str | Iterable[str] | None = None,
     logprobs: bool = False,
     return_cache: bool = False,
     tokenizer: Tokenizer | str | None = None,
@@ -160,9 +160,11 @@ def generate(
         seed: of the sampling, one for all rows or one a row.
         stop_token_ids: ids that end a row; None takes the EOS ids of the checkpoint, or of the tokenizer where the
             checkpoint names none; [] turns them off.
-        stop: string or strings that end a row.
+        stop: string or strings that end a row. They are looked for in the text, which has no special tokens: an EOS
+            such as "<|endoftext|>" belongs into stop_token_ids.
         logprobs: also return log-probabilities.
-        return_cache: also return each row's cache and the logits that follow its last token.
+        return_cache: also return each row's cache and the logits that follow its last token; choose a token from these
+            and go on with `step(params, [token], cache)`.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
         policy: what decides the chunk sizes of reading the prompt: a policy, or a name that
             `mamba_jax.scheduler.policies.policy` knows. Speed only, never results. None takes the fastest measured.
@@ -218,6 +220,8 @@ def stream(
     Raises:
         ValueError: if an argument does not fit, or there is no tokenizer; before the first piece.
     """
+    if unknown := options.keys() - {field.name for field in dataclasses.fields(Options)}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: not an option of stream, which gives nothing but text")
     rows, single, tokenizer = as_rows(params, prompt, tokenizer)
     if not single:
         raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
@@ -227,47 +231,58 @@ def stream(
 
 
 def as_rows(
-    params: Params, prompt: Prompt | Sequence[Prompt], tokenizer: Tokenizer | str | None
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    tokenizer: Tokenizer | str | os.PathLike[str] | None,
+    name: str = "prompt",
 ) -> tuple[list[list[int]], bool, Tokenizer | None]:
-    """Prompts as checked token ids, whether there was a single one, and the tokenizer if there is one."""
+    """Prompts as checked token ids, whether there was a single one, and the tokenizer if there is one.
+
+    Args:
+        params: the model.
+        prompt: a string, token ids, or a list of either.
+        tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        name: of the argument, for errors.
+    """
+    if not isinstance(params, Params):
+        check_params(params)  # raises
     if isinstance(prompt, jax.Array):
         prompt = np.asarray(prompt)
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim):
-        raise ValueError(f"prompt: got {prompt!r:.80}, {_PROMPT}")
-    single = isinstance(prompt, str) or (len(prompt) > 0 and _is_integer(prompt[0]))
+        raise ValueError(f"{name}: got {prompt!r:.80}, {_PROMPT}")
+    single = isinstance(prompt, str) or (len(prompt) > 0 and is_integer(prompt[0]))
     prompts = [prompt] if single else list(prompt)
     if not prompts:
-        raise ValueError(f"prompt: got an empty list, {_PROMPT}")
+        raise ValueError(f"{name}: got an empty list, {_PROMPT}")
     source = tokenizer if tokenizer is not None else params.text.tokenizer
     if isinstance(source, str | os.PathLike):
         source = text_lib.load_tokenizer(os.fspath(source))
-    return [_as_ids(params, item, source) for item in prompts], single, source
+    if source is not None and not (callable(source) and hasattr(source, "decode")):
+        raise ValueError(f"tokenizer: got {source!r:.80}, wanted a transformers tokenizer, or the folder of one")
+    return [_as_ids(params, item, source, name) for item in prompts], single, source
 
 
-def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None, name: str) -> list[int]:
+    ids: list[int] | None
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError(f"prompt: got text, but the checkpoint has no tokenizer beside it: {_TOKENIZER}")
+            raise ValueError(f"{name}: got text, but the checkpoint has no tokenizer beside it: {_TOKENIZER}")
         ids = text_lib.encode(tokenizer, prompt)
-    elif isinstance(prompt, Sequence | np.ndarray) and all(_is_integer(i) for i in prompt):
-        ids = [int(i) for i in prompt]
     else:
-        raise ValueError(f"prompt: got {prompt!r:.80}, {_PROMPT}")
+        ids = None if isinstance(prompt, bytes | Set) else as_integers(prompt)
+    if ids is None:
+        raise ValueError(f"{name}: got {prompt!r:.80}, {_PROMPT}")
     if not ids:
         if params.text.bos_token_id is None:
             raise ValueError(
-                "prompt: got no token, wanted at least one (the checkpoint names no BOS token to begin with)"
+                f"{name}: got no token, wanted at least one (the checkpoint names no BOS token to begin with)"
             )
         ids = [params.text.bos_token_id]
     rows = params.config.padded_vocab_size
     if min(ids) < 0 or max(ids) >= rows:
-        raise ValueError(f"prompt: got token ids from {min(ids)} to {max(ids)}, wanted 0 to {rows - 1}")
+        raise ValueError(f"{name}: got token ids from {min(ids)} to {max(ids)}, wanted 0 to {rows - 1}")
     return ids
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def make_request(
@@ -278,16 +293,18 @@ def make_request(
     policy: Policy | str | None = None,
 ) -> Request:
     """Check the options against the model and put them into the form that the programs take."""
-    stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    text_lib.StopStrings(stop)  # raises where one is empty or no string
+    stop = text_lib.StopStrings(() if options.stop is None else options.stop).wanted
     if stop and tokenizer is None:
         raise ValueError(f"stop: stop strings need a tokenizer, and the checkpoint has none beside it: {_TOKENIZER}")
     batch, vocab = batch_bucket(len(rows)), params.config.padded_vocab_size
-    stop_ids = _eos_ids(params, tokenizer) if options.stop_token_ids is None else options.stop_token_ids
-    if not isinstance(stop_ids, Sequence | np.ndarray) or not all(_is_integer(i) and 0 <= i < vocab for i in stop_ids):
-        raise ValueError(f"stop_token_ids: got {stop_ids!r}, wanted ids from 0 to {vocab - 1}")
+    name, asked = ("stop_token_ids", options.stop_token_ids)
+    if asked is None:
+        name, asked = _eos_ids(params, tokenizer)
+    stop_ids = as_integers(asked)
+    if stop_ids is None or not all(0 <= i < vocab for i in stop_ids):
+        raise ValueError(f"{name}: got {asked!r:.80}, wanted a list of ids from 0 to {vocab - 1}")
     stop_mask = np.zeros(vocab, bool)
-    stop_mask[list(stop_ids)] = True
+    stop_mask[stop_ids] = True
     valid = params.config.vocab_size
     if tokenizer is not None:
         valid = min(valid, text_lib.vocab_size(tokenizer))
@@ -301,12 +318,12 @@ def make_request(
     )
     keys = np.zeros((batch, 2), np.uint32)
     keys[: len(rows)] = row_keys(options.seed, len(rows))
-    sampling = options.temperature > 0 or options.repetition_penalty != 1.0
+    sampling = bool((sampler.temperature > 0).any() or (sampler.repetition_penalty != 1).any())
     return Request(
         weights=program_weights(params),
         rows=rows,
         max_new_tokens=int(options.max_new_tokens),
-        stop_ids=frozenset(int(i) for i in stop_ids),
+        stop_ids=frozenset(stop_ids),
         stop=stop,
         tokenizer=tokenizer,
         policy=as_policy(policy),
@@ -324,10 +341,12 @@ def _host(value: np.ndarray | np.generic) -> jax.Array:
     return cast(jax.Array, np.asarray(value))
 
 
-def _eos_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The checkpoint's EOS ids; where it names none (the original layout cannot), the tokenizer's."""
+def _eos_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[str, tuple[int, ...]]:
+    """EOS ids with their name: the checkpoint's; the tokenizer's where it names none (the original layout cannot)."""
     eos = getattr(tokenizer, "eos_token_id", None)
-    return params.text.eos_token_ids or (() if eos is None else (eos,))
+    if params.text.eos_token_ids or eos is None:
+        return "params.text.eos_token_ids", params.text.eos_token_ids
+    return "tokenizer.eos_token_id", (eos,)
 
 
 def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: bool) -> list[Generation]:
@@ -336,7 +355,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
     compiled = time.perf_counter()
     first, decisions = jax.block_until_ready(_state_after(request, request.rows))
     prefilled = time.perf_counter()
-    rows, state = [_Row(request) for _ in request.rows], first
+    rows, state = [_Row(request, prompt) for prompt in request.rows], first
     blocks = _run(request, first, rows, mode)
     with track("Generating", request.max_new_tokens, show=None if request.max_new_tokens > BLOCK else False) as advance:
         for tokens, scores, state in blocks:  # noqa: B007
@@ -380,7 +399,7 @@ def _take_row(request: Request, state: DecodeState, row: int) -> tuple[MambaCach
 
 def _stream(request: Request) -> Iterator[str]:
     compile_for(request)
-    row = _Row(request)
+    row = _Row(request, request.rows[0])
     state, _ = _state_after(request, request.rows)
     for tokens, logprobs, _ in _run(request, state, [row], "device", block=TEXT_BLOCK):
         if piece := row.push(tokens[0], logprobs[0]):
@@ -432,12 +451,13 @@ class _Row:
         stopped: a stop token or a stop string ended the row.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, prompt: list[int]) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stopped = False
         self._stop_ids = request.stop_ids
-        self._decoder = TextDecoder(request.tokenizer, request.stop) if request.tokenizer is not None else None
+        tokenizer = request.tokenizer
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer, request.stop, before=prompt)
         self._text = ""
 
     def push(self, tokens: np.ndarray, logprobs: np.ndarray) -> str:

@@ -1,16 +1,19 @@
 """The weights of a model as one frozen pytree; every array keeps the orientation (out, in) that checkpoints have."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from mamba_jax.arguments import FLOAT_DTYPES, describe, float_dtype
 from mamba_jax.config import MambaConfig
 
 
@@ -53,6 +56,7 @@ class Mamba2Layer:
 
 Layer = Mamba1Layer | Mamba2Layer
 FLOAT32_FIELDS = frozenset({"dt_bias", "A_log", "D"})
+_SHOWN = 10  # weights that an error lists before it counts the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +139,12 @@ def build_params(
     make: Callable[[str, tuple[int, ...], jnp.dtype], Any],
     text: TextInfo = TextInfo(),
 ) -> Params:
-    """Build a `Params` by calling `make(path, shape, dtype)` for each weight; paths read "layers.3.in_proj"."""
-    dtype, c = jnp.dtype(dtype), config
+    """Build a `Params` by calling `make(path, shape, dtype)` for each weight; paths read "layers.3.in_proj".
+
+    Raises:
+        ValueError: if weights may not have that dtype.
+    """
+    dtype, c = float_dtype("dtype", dtype), config
     cls = Mamba1Layer if c.layer == "mamba1" else Mamba2Layer
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -167,8 +175,77 @@ def param_shapes(config: MambaConfig, dtype: DTypeLike = jnp.float32) -> Params:
     return build_params(config, dtype, lambda _, shape, dt: jax.ShapeDtypeStruct(shape, dt))
 
 
+@functools.lru_cache(maxsize=64)
+def _wanted(config: MambaConfig, dtype: np.dtype) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]], list[str]]:
+    """Structure of the weights of an architecture; of each leaf its shape and dtype, and its path."""
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config, dtype))
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]
+    return structure, [(leaf.shape, leaf.dtype) for _, leaf in with_paths], paths
+
+
+def check_params(params: Params) -> None:
+    """Raise a `ValueError` unless the weights are those of `params.config`; it names every one that is not.
+
+    All are to be of the embedding's dtype but A_log, D and dt_bias, which are float32.
+    """
+    if not isinstance(params, Params):
+        raise ValueError(f"params: got a {type(params).__name__}, wanted what mamba_jax.load or init_params gives")
+    dtype = getattr(params.embedding, "dtype", None)
+    if dtype is None or dtype.name not in FLOAT_DTYPES:
+        raise ValueError(f"params.embedding: got {describe(params.embedding)}, wanted {' or '.join(FLOAT_DTYPES)}")
+    structure, wanted, paths = _wanted(params.config, dtype)
+    leaves, found = jax.tree.flatten(dataclasses.replace(params, text=TextInfo()))
+    if found == structure and [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves] == wanted:
+        return
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    got = {jax.tree_util.keystr(path, simple=True, separator="."): describe(leaf) for path, leaf in with_paths}
+    due = {path: f"{dt}{list(shape)}" for path, (shape, dt) in zip(paths, wanted, strict=True)}
+    wrong = [
+        f"{path}: got {got.get(path, 'nothing')}, wanted {due.get(path, 'nothing')}"
+        for path in due | got
+        if got.get(path) != due.get(path)
+    ] or [f"{type(params.layers).__name__} of layers"]
+    rest = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    raise ValueError(
+        f"params: not the weights of params.config: {'; '.join(wrong[:_SHOWN])}{rest} (mamba_jax.cast_params changes "
+        "dtypes)"
+    )
+
+
+def check_axes(params: Params) -> None:
+    """Raise a `ValueError` if the embedding lies on a mesh with Explicit axes, whose rules no operation here keeps."""
+    mesh = jax.typeof(params.embedding).sharding.mesh
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"params.embedding: got weights on a mesh with Explicit axes {mesh.axis_names}, wanted Auto axes, as "
+            "jax.sharding.Mesh(devices, names) or jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,)) has them"
+        )
+
+
+def check_placement(params: Params) -> None:
+    """Raise a `ValueError` unless all weights are JAX arrays on the same devices; it names one that is not."""
+    check_axes(params)
+    leaves = jax.tree.leaves(params)
+    plain = all(issubclass(kind, jax.Array) for kind in {type(leaf) for leaf in leaves})
+    devices = params.embedding.sharding.device_set if plain else set()
+    if plain and all(sharding.device_set == devices for sharding in {leaf.sharding for leaf in leaves}):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params.{jax.tree_util.keystr(path, simple=True, separator='.')}"
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(f"{name}: got {describe(leaf)} in a {type(leaf).__name__}, wanted it in a jax.Array")
+        if leaf.sharding.device_set != devices:
+            got, wanted = (sorted(map(str, each)) for each in (leaf.sharding.device_set, devices))
+            raise ValueError(f"{name}: got it on {got}, wanted it where the embedding is, on {wanted}")
+
+
 def cast_params(params: Params, dtype: DTypeLike) -> Params:
-    """The model with weights of another dtype; A_log, D and dt_bias stay float32."""
+    """The model with weights of another dtype; A_log, D and dt_bias stay float32.
+
+    Raises:
+        ValueError: if weights may not have that dtype.
+    """
+    dtype = float_dtype("dtype", dtype)
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
         return jnp.asarray(leaf, jnp.float32 if path[-1].name in FLOAT32_FIELDS else dtype)
@@ -186,7 +263,14 @@ def init_params(config: MambaConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.f
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: if the key is none, or weights may not have that dtype.
     """
+    raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim == 1
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+    if not raw and not typed:
+        raise ValueError(f"key: got {describe(key)}, wanted a single key, as jax.random.key(0) makes one")
     count = 0
 
     def make(path: str, shape: tuple[int, ...], dt: jnp.dtype) -> Array:

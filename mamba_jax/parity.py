@@ -348,7 +348,7 @@ def default_ids(params: Params, text: str | None, tokenizer: Tokenizer | str | N
     if text is None:
         ids = np.random.default_rng(0).integers(0, params.config.vocab_size, LENGTH, np.int32)
         return ids, ids.tolist()
-    rows, _, _ = as_rows(params, text, tokenizer)
+    rows, _, _ = as_rows(params, text, tokenizer, "text")
     return np.array(rows[0][:LENGTH], np.int32), rows[0]
 
 

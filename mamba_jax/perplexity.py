@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from mamba_jax.arguments import as_integer
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
 from mamba_jax.planning import as_policy
@@ -66,34 +67,37 @@ def perplexity(
         ValueError: if an argument does not fit; the message names it.
         FloatingPointError: if the model's log-probabilities are not finite.
     """
-    rows, single, _ = as_rows(params, text, tokenizer)
+    rows, single, _ = as_rows(params, text, tokenizer, "text")
     if not single or len(rows[0]) < 2:
         got = f"{len(rows)} texts" if not single else f"{len(rows[0])} token"
         raise ValueError(f"text: got {got}, wanted a single text of at least two tokens")
-    if window is not None and not window >= 2:
-        raise ValueError(f"window: got {window}, wanted at least 2, or None")
-    if window is not None and not 1 <= stride < window:  # each token needs one before it in its window
-        raise ValueError(f"stride: got {stride}, wanted 1 to {window - 1}, less than the window")
-    if batch < 1:
-        raise ValueError(f"batch: got {batch}, wanted at least 1")
+    if window is not None:
+        window, stride = as_integer("window", window, 2), as_integer("stride", stride, 1)
+        if stride >= window:  # each token needs one before it in its window
+            raise ValueError(f"stride: got {stride}, wanted 1 to {window - 1}, less than the window")
+    batch = as_integer("batch", batch, 1)
     tokens, start = rows[0], time.perf_counter()
     spans = windows(len(tokens), window, stride)
     weights = program_weights(params)
     pieces = token_logprobs(weights, [tokens[a:b] for a, b, _ in spans], batch=batch, policy=as_policy(policy))
     scored = [piece[len(piece) - count :] for (piece, _), (_, _, count) in zip(pieces, spans, strict=True)]
     total, number = sum(float(part.sum(dtype=np.float64)) for part in scored), sum(map(len, scored))
-    try:
-        value = math.exp(-total / number)
-    except OverflowError:
-        value = math.inf
     return Perplexity(
-        perplexity=value,
+        perplexity=perplexity_of(total, number),
         tokens_scored=number,
         window=window,
         stride=None if window is None else stride,
         dtype=params.dtype.name,
         seconds=time.perf_counter() - start,
     )
+
+
+def perplexity_of(total: float, number: int) -> float:
+    """Perplexity of `number` tokens whose log-probabilities sum to `total`; infinite where it exceeds a float."""
+    try:
+        return math.exp(-total / number)
+    except OverflowError:
+        return math.inf
 
 
 def windows(length: int, window: int | None, stride: int) -> list[tuple[int, int, int]]:

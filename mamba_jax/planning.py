@@ -315,9 +315,7 @@ def _features(policy: Policy) -> tuple[str, ...]:
     return ("layer",) if isinstance(policy, PerLayer) else ()
 
 
-def programs_for(
-    model: Model, batch: int, low: int, high: int, policy: Policy | None = None
-) -> tuple[Reading, ...]:
+def programs_for(model: Model, batch: int, low: int, high: int, policy: Policy | None = None) -> tuple[Reading, ...]:
     """The programs that reading texts of `low` to `high` positions may run.
 
     With a policy every length is planned, since it may decide anything by length: some 50 microseconds each.

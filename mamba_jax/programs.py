@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
-from mamba_jax.params import FLOAT32_FIELDS, Params, TextInfo
+from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
@@ -28,6 +28,7 @@ from mamba_jax.scheduler.chunks import ChunkSize
 from mamba_jax.scheduler.policies import Decision, Policy
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
 from mamba_jax.scheduler.signals import Watch
+from mamba_jax.tracing import default_rules
 
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
@@ -120,9 +121,11 @@ def score_segment(
 def _target_logprobs(
     params: Params, hidden: Float[Array, "b l m"], targets: Int[Array, "b l"]
 ) -> tuple[Float[Array, "b l"], Bool[Array, "b l"]]:
+    from optax.losses import softmax_cross_entropy_with_integer_labels  # late: importing it takes a while
+
     logits = head(params, hidden)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1), chosen >= logits.max(axis=-1)
+    return -softmax_cross_entropy_with_integer_labels(logits, targets), chosen >= logits.max(axis=-1)
 
 
 def embed_segment(
@@ -258,6 +261,7 @@ def model_of(params: Params) -> Model:
     return Model(params.config, params.dtype.name, device.platform, device.device_kind)
 
 
+@default_rules()
 def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
     """Trace and lower a program for this model."""
     batch, length = spec.batch, spec.length
@@ -324,14 +328,14 @@ def program_weights(params: Params) -> Params:
     """The model as programs take it: what a checkpoint says about text is no part of them.
 
     Raises:
-        ValueError: if a weight is no JAX array or not of the dtype its field has; the message names it.
+        ValueError: if the weights are not those of `params.config`, no JAX arrays or on different devices; the message
+            names them. Programs are kept by configuration, so others would end up in its place. Also if jit is
+            disabled: JAX runs nothing then that was compiled ahead.
     """
-    float32 = jnp.dtype(jnp.float32)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        wanted = float32 if path[-1].name in FLOAT32_FIELDS else params.dtype
-        if not isinstance(leaf, jax.Array) or leaf.dtype != wanted:
-            name, got = jax.tree_util.keystr(path), f"{leaf.dtype} in a {type(leaf).__name__}"
-            raise ValueError(f"params{name}: got {got}, wanted {wanted} in a jax.Array (see mamba_jax.cast_params)")
+    if cast(Any, jax.config).jax_disable_jit:
+        raise ValueError("jax_disable_jit: got True, wanted False: only forward, prefill and step run without jit")
+    check_params(params)
+    check_placement(params)
     return dataclasses.replace(params, text=TextInfo())
 
 

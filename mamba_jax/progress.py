@@ -8,6 +8,11 @@ from typing import Any
 _open: list[Any] = []  # the bars that are shown now
 
 
+def at_terminal() -> bool:
+    """Whether stderr is a terminal; it may be closed."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def track(
     label: str, total: int, *, in_bytes: bool = False, show: bool | None = None
@@ -22,7 +27,7 @@ def track(
         in_bytes: the amount is bytes, shown with their speed.
         show: whether to show it; None does so where stderr is a terminal.
     """
-    terminal = sys.stderr is not None and sys.stderr.isatty()
+    terminal = at_terminal()
     if not (terminal if show is None else show):
         yield lambda _: None
         return

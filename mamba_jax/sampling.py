@@ -16,7 +16,7 @@ A row's token depends on its own logits, settings, key and step alone, whatever 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import cast
 
 import jax
@@ -25,6 +25,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from mamba_jax.arguments import as_integer, as_integers, as_number, is_integer
 
 _PART = 256  # logits that the CPU's argmax looks at together
 _MAX, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -64,33 +66,25 @@ class Sampler:
         Raises:
             ValueError: if a setting is out of its range; the message names it.
         """
-        _check("temperature", temperature, 0 <= temperature < math.inf, "a finite number of at least 0")
-        _check(
-            "top_k", top_k, top_k is None or (_is_integer(top_k) and top_k >= 1), "an integer of at least 1, or None"
-        )
-        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None")
-        _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1, or None")
-        _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "a finite number above 0")
+        if top_k is not None:
+            top_k = as_integer("top_k", top_k, 1)
 
-        def rows(value: float, dtype: type) -> Array:
-            return cast(Array, np.full((batch,), value, dtype))  # programs take either
+        def rows(name: str, value: float, accept: Callable[[float], bool], wanted: str) -> Array:
+            number = as_number(name, value, accept, wanted)
+            nearest = min(max(number, _TINY), _MAX) if number else 0.0  # of float32, without an overflow
+            return cast(Array, np.full((batch,), nearest, np.float32))  # programs take either
 
         return cls(
-            temperature=rows(temperature, np.float32),
-            top_k=rows(min(top_k or 0, 2**31 - 1), np.int32),
-            top_p=rows(1.0 if top_p is None else top_p, np.float32),
-            min_p=rows(min_p or 0.0, np.float32),
-            repetition_penalty=rows(repetition_penalty, np.float32),
+            temperature=rows("temperature", temperature, lambda t: 0 <= t < math.inf, "a finite number of at least 0"),
+            top_k=cast(Array, np.full((batch,), min(top_k or 0, 2**31 - 1), np.int32)),
+            top_p=rows(
+                "top_p", 1.0 if top_p is None else top_p, lambda p: 0 < p <= 1, "above 0 and at most 1, or None"
+            ),
+            min_p=rows("min_p", 0.0 if min_p is None else min_p, lambda p: 0 <= p <= 1, "from 0 to 1, or None"),
+            repetition_penalty=rows(
+                "repetition_penalty", repetition_penalty, lambda r: 0 < r < math.inf, "a finite number above 0"
+            ),
         )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _check(name: str, value: object, good: bool, wanted: str) -> None:
-    if not good:
-        raise ValueError(f"{name}: got {value!r}, wanted {wanted}")
 
 
 def row_keys(seed: int | Sequence[int], batch: int) -> np.ndarray:
@@ -106,12 +100,12 @@ def row_keys(seed: int | Sequence[int], batch: int) -> np.ndarray:
     Raises:
         ValueError: if a seed is no integer from 0 to 2**64 - 1, or there is not one a row.
     """
-    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
+    seeds = [int(cast(int, seed))] * batch if is_integer(seed) else as_integers(seed)
+    if seeds is None or isinstance(seed, Set) or not all(0 <= item < 2**64 for item in seeds):
+        raise ValueError(f"seed: got {seed!r:.80}, wanted an integer from 0 to 2**64 - 1, or a list with one a row")
     if len(seeds) != batch:
         raise ValueError(f"seed: got {len(seeds)} seeds for {batch} rows, wanted one, or one a row")
-    for item in seeds:
-        _check("seed", item, _is_integer(item) and 0 <= item < 2**64, "an integer from 0 to 2**64 - 1")
-    return np.array([[int(item) >> 32, int(item) & 0xFFFFFFFF] for item in seeds], np.uint32).reshape(batch, 2)
+    return np.array([[item >> 32, item & 0xFFFFFFFF] for item in seeds], np.uint32).reshape(batch, 2)
 
 
 def sample(
@@ -147,7 +141,7 @@ def sample(
         return jnp.where(sampled, token, greedy)
 
     # At run time only what some row asks for is computed; a row gets the same token from each branch that serves it.
-    branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered)
+    branch = jnp.any(sampled).astype(jnp.int32) + jnp.any(sampled & filtered).astype(jnp.int32)
     return lax.switch(
         branch,
         (
@@ -220,7 +214,7 @@ def _threshold(image: UInt32[Array, "b v"], weight: Array, target: Array) -> UIn
     """
 
     def fix_bit(i: Int32[Array, ""], low: UInt32[Array, "b"]) -> UInt32[Array, "b"]:
-        t = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        t = low | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         total = jnp.where(image >= t[:, None], weight, 0).sum(-1)
         return jnp.where(total >= target, t, low)
 

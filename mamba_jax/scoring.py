@@ -60,7 +60,7 @@ def score(
     Raises:
         ValueError: if an argument does not fit; the message names it.
     """
-    rows, single, _ = as_rows(params, texts, tokenizer)
+    rows, single, _ = as_rows(params, texts, tokenizer, "texts")
     found = token_logprobs(program_weights(params), rows)
     scores = [Score(row, [None, *logprobs.tolist()]) for row, (logprobs, _) in zip(rows, found, strict=True)]
     return scores[0] if single else scores
@@ -122,7 +122,7 @@ def embed(
     Raises:
         ValueError: if an argument does not fit; the message names it.
     """
-    rows, single, _ = as_rows(params, texts, tokenizer)
+    rows, single, _ = as_rows(params, texts, tokenizer, "texts")
     weights = program_weights(params)
 
     def segment(

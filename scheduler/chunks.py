@@ -1,5 +1,9 @@
 """Chunk sizes: what they may be, and a stated rule by platform, layer kind and length for where nobody measured."""
 
+from typing import Any
+
+from mamba_jax.arguments import as_integers, is_integer
+
 ChunkSize = int | tuple[int, ...]  # one for all layers, or one a layer
 
 
@@ -36,11 +40,11 @@ def fit_chunk_size(chunk_size: ChunkSize, length: int) -> ChunkSize:
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def check_chunk_size(chunk_size: object, n_layer: int) -> None:
-    """Raise ValueError unless it is an integer of at least 1 or a tuple of one for each layer."""
-    sizes = chunk_size if isinstance(chunk_size, tuple) else (chunk_size,)
-    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
-    if not whole or (isinstance(chunk_size, tuple) and len(sizes) != n_layer):
+def as_chunk_size(chunk_size: Any, n_layer: int) -> ChunkSize:
+    """An integer of at least 1, or one for each layer in a tuple; anything else is a ValueError."""
+    sizes = [int(chunk_size)] if is_integer(chunk_size) else as_integers(chunk_size)
+    if sizes is None or min(sizes, default=0) < 1 or (not is_integer(chunk_size) and len(sizes) != n_layer):
         raise ValueError(
             f"chunk_size: got {chunk_size!r}, wanted 'auto', an integer of at least 1, or a tuple of {n_layer} of them"
         )
+    return sizes[0] if is_integer(chunk_size) else tuple(sizes)

@@ -32,12 +32,21 @@ def test_rows_taken_and_put_back_change_nothing():
 
 def test_states_are_float32_unless_asked_otherwise():
     config = tiny_config("mamba2")
-    assert {x.dtype.name for x in init_cache(config, 1).ssm} == {"float32"}
-    assert {x.dtype.name for x in init_cache(config, 1, state_dtype="bfloat16").ssm} == {"bfloat16"}
+    assert {x.dtype.name for x in init_cache(config, 1, "float32").ssm} == {"float32"}
+    assert {x.dtype.name for x in init_cache(config, 1, "float32", state_dtype="bfloat16").ssm} == {"bfloat16"}
     assert {x.dtype.name for x in init_cache(config, 1, "float16").conv} == {"float16"}
 
 
-@pytest.mark.parametrize("batch", [0, -1])
+@pytest.mark.parametrize("batch", [0, -1, 1.5, True, "2"])
 def test_a_batch_below_one_is_refused(batch):
-    with pytest.raises(ValueError, match=f"batch: got {batch}"):
-        init_cache(tiny_config("mamba1"), batch)
+    with pytest.raises(ValueError, match=f"batch: got {batch!r}"):
+        init_cache(tiny_config("mamba1"), batch, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bool", None, "no such"])
+def test_windows_and_states_are_of_dtypes_that_weights_may_have(dtype):
+    config = tiny_config("mamba1")
+    with pytest.raises(ValueError, match=r"^dtype: got .*, wanted one of bfloat16, float16, float32"):
+        init_cache(config, 1, dtype)
+    with pytest.raises(ValueError, match=r"^state_dtype: got"):
+        init_cache(config, 1, "float32", dtype)

@@ -297,11 +297,41 @@ def test_unknown_model_says_what_was_tried(run, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("option", ["--top-p", "--repetition-penalty"])
-def test_a_value_that_the_library_refuses(run, model, option):
-    code, out, err = run("generate", PROMPT, "-m", model, "--temperature", 1, option, 0)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("top-p", "0"), ("repetition-penalty", "0"), ("temperature", "inf"), ("temperature", "nan"), ("seed", 2**64)],
+)
+def test_a_value_that_the_library_refuses_is_wrong_use_before_any_model_is_read(run, option, value):
+    code, out, err = run("generate", PROMPT, "-m", "/no/such/folder", f"--{option}", value)
+    assert (code, out) == (2, "")
+    assert f"--{option}" in err
+
+
+def test_what_does_nothing_at_temperature_0_is_said(run, model):
+    args = ["generate", PROMPT, "-m", model, "--max-new-tokens", 3]
+    code, out, err = run(*args, "--top-k", 5, "--seed", 0)
+    assert (code, out) == run(*args)[:2]
+    assert err == "at --temperature 0 the likeliest token is taken: --top-k, --seed changes nothing\n"
+    assert run(*args, "--top-k", 5, "--seed", 0, "--temperature", 1)[2] == ""
+
+
+@pytest.mark.parametrize(("command", "data"), [("generate", b""), ("generate", b"\n"), ("score", b"")])
+def test_an_empty_stdin_is_an_error(run, model, command, data):
+    code, out, err = run(command, "-m", model, stdin=data)
     assert (code, out) == (1, "")
-    assert err.startswith(f"error: {option[2:].replace('-', '_')}: got 0")
+    assert "text, wanted" in err
+
+
+def test_an_empty_argument_begins_with_bos_but_has_no_score(run, model):
+    assert run("generate", "", "-m", model, "--max-new-tokens", 3)[0] == 0
+    assert run("score", "", "-m", model)[0] == 1
+
+
+@pytest.mark.parametrize(("as_json", "shown"), [(True, '"perplexity": null}'), (False, "perplexity inf")])
+def test_a_perplexity_beyond_the_floats(capsys, as_json, shown):
+    tokenizer = small_tokenizers.byte_level()
+    cli._print_score(mamba_jax.Score(tokens=[65, 66], logprobs=[None, -1e6]), tokenizer, as_json)
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -392,6 +422,16 @@ def test_a_reader_that_leaves(model):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_closed_stderr_is_no_error(model):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    for arguments in ("generate x --max-new-tokens 2", "score abc", "info"):
+        shell = f"{sys.executable} -m mamba_jax.cli {arguments} -m {model} 2>&-"
+        done = subprocess.run(
+            ["sh", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=240
+        )
+        assert (done.returncode, bool(done.stdout)) == (0, True)
 
 
 def test_interrupt(model):

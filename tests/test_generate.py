@@ -250,11 +250,113 @@ def test_bad_prompts_are_refused(params, prompt, message):
         ({"mode": "fast"}, "mode"),
         ({"seed": [1, 2]}, "seed"),
         ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"temperature": "1"}, "temperature: got '1'"),
+        ({"temperature": None}, "temperature: got None"),
+        ({"temperature": [0.5]}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": "a"}, "top_p: got 'a'"),
+        ({"top_k": True}, "top_k"),
+        ({"repetition_penalty": None}, "repetition_penalty: got None"),
+        ({"stop": 1}, "stop: got 1"),
+        ({"stop_token_ids": np.array(0)}, "stop_token_ids: got array"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"seed": None}, "seed: got None"),
+        ({"seed": [True]}, "seed"),
+        ({"seed": jax.random.key(0)}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"tokenizer": 5}, "tokenizer: got 5"),
     ],
 )
 def test_bad_options_are_refused(params, options, message):
     with pytest.raises(ValueError, match=message):
         generate(params, [1], **options)
+
+
+def test_numbers_may_come_in_any_type(params):
+    want = generate(params, [1], max_new_tokens=4, temperature=0.5, seed=3, stop_token_ids=[7]).tokens
+    for integer in (np.int64, np.uint8, jnp.int32, np.array):
+        got = generate(
+            params,
+            [integer(1)],
+            max_new_tokens=integer(4),
+            temperature=jnp.float32(0.5),
+            seed=integer(3),
+            stop_token_ids={integer(7).item()},
+        )
+        assert got.tokens == want
+    for array in (np.array, jnp.array, tuple):
+        options = {"seed": array([3]), "stop_token_ids": array([7]), "temperature": np.float32(0.5)}
+        assert generate(params, [array([1])], max_new_tokens=4, **options)[0].tokens == want
+
+
+def test_errors_name_the_argument_they_are_about(params):
+    for call in (score, mamba_jax.embed):
+        with pytest.raises(ValueError, match=r"^texts: got an empty list"):
+            call(params, [])
+    with pytest.raises(ValueError, match=r"^logprobs: not an option of stream"):
+        stream(params, "a", logprobs=True, tokenizer=byte_level())
+    eos = dataclasses.replace(params, text=TextInfo(eos_token_ids=(999,)))
+    with pytest.raises(ValueError, match=r"^params.text.eos_token_ids: got \(999,\)"):
+        generate(eos, [1])
+    with pytest.raises(ValueError, match=r"^params: got a str"):
+        generate("state-spaces/mamba2-130m", [1])
+
+
+def test_a_model_edited_without_its_config_leaves_the_programs_alone():
+    params = tiny_params("mamba1", vocab_size=97, pad_vocab_size_multiple=97)
+    for edited in (
+        params.replace(layers=params.layers[:1]),
+        params.replace(embedding=jnp.pad(params.embedding, ((0, 10), (0, 0)))),
+    ):
+        before = len(TABLE.compilations)
+        with pytest.raises(ValueError, match=r"params: not the weights of params.config"):
+            generate(edited, [1], max_new_tokens=2)
+        assert len(TABLE.compilations) == before
+    assert generate(params, [1], max_new_tokens=2).tokens == greedy(params, [1], 2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", bool, "complex64", "float8_e4m3fn", "float64", None, "no such"])
+def test_weights_have_no_other_dtype(params, dtype):
+    for call in (
+        lambda: mamba_jax.cast_params(params, dtype),
+        lambda: mamba_jax.init_params(params.config, jax.random.key(0), dtype),
+        lambda: mamba_jax.param_shapes(params.config, dtype),
+    ):
+        with pytest.raises(ValueError, match=r"dtype: got .*, wanted one of bfloat16, float16, float32"):
+            call()
+
+
+def test_a_key_is_wanted_for_random_weights(params):
+    for bad in (0, None, jax.random.split(jax.random.key(0))):
+        with pytest.raises(ValueError, match=r"key: got .* wanted a single key"):
+            mamba_jax.init_params(params.config, bad)
+    raw = mamba_jax.init_params(params.config, jax.random.PRNGKey(3))
+    typed = mamba_jax.init_params(params.config, jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, raw, typed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_eps": "1"}, "norm_eps: got '1'"),
+        ({"norm_eps": float("nan")}, "norm_eps"),
+        ({"norm_eps": -1}, "norm_eps"),
+        ({"bcdt_norm_eps": -1}, "bcdt_norm_eps"),
+        ({"conv_bias": "no"}, "conv_bias: got 'no', wanted True or False"),
+        ({"tie_embeddings": 0}, "tie_embeddings"),
+        ({"residual_in_fp32": None}, "residual_in_fp32"),
+        ({"dt_limit": None}, "dt_limit: got None"),
+        ({"dt_limit": [0.0, 1.0]}, "dt_limit"),
+        ({"dt_limit": (0,)}, "dt_limit"),
+        ({"dt_limit": ("0", "1")}, "dt_limit"),
+        ({"dt_limit": (0.0, float("nan"))}, "dt_limit"),
+    ],
+)
+def test_a_config_checks_its_types(params, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(params.config, **changes)
 
 
 def test_an_empty_prompt_is_the_bos_token_where_there_is_one(params):
@@ -343,7 +445,7 @@ def test_u71_there_is_always_a_limit(params):
 
 def test_u43_a_blanket_cast_is_refused_and_cast_params_keeps_what_must_stay(params):
     blanket = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    with pytest.raises(ValueError, match=r"layers\[0\].dt_bias: got bfloat16 .* wanted float32"):
+    with pytest.raises(ValueError, match=r"layers\.0\.dt_bias: got bfloat16\[4\], wanted float32\[4\]"):
         generate(blanket, PROMPTS[0])
     cast = mamba_jax.cast_params(params, "bfloat16")
     assert cast.layers[0].A_log.dtype == jnp.float32
@@ -353,8 +455,23 @@ def test_u43_a_blanket_cast_is_refused_and_cast_params_keeps_what_must_stay(para
 
 
 def test_weights_that_are_no_jax_arrays_are_refused(params):
-    with pytest.raises(ValueError, match=r"params.embedding: got float32 in a ndarray"):
+    with pytest.raises(ValueError, match=r"params.embedding: got float32\[104, 24\] in a ndarray"):
         generate(jax.tree.map(np.asarray, params), PROMPTS[0])
+
+
+def test_the_text_continues_the_prompt_s():
+    tokenizer = byte_fallback()  # gives the first token of a text no space
+    (space,) = tokenizer.convert_tokens_to_ids(["▁"])
+    params = tiny_params("mamba2", n_layer=1, vocab_size=len(tokenizer))
+    lm_head = (0.0 * params.lm_head).at[space].set(mamba_jax.embed(params, "a", tokenizer=tokenizer)[-1])
+    params = dataclasses.replace(params, lm_head=lm_head)
+    ids = tokenizer("a")["input_ids"]
+    assert generate(params, ids, max_new_tokens=1, tokenizer=tokenizer).tokens == [space]
+    for prompt in ("a", ids):
+        assert generate(params, prompt, max_new_tokens=1, tokenizer=tokenizer).text == " "
+        assert list(stream(params, prompt, max_new_tokens=1, tokenizer=tokenizer)) == [" "]
+        stopped = generate(params, prompt, max_new_tokens=1, tokenizer=tokenizer, stop=" ")
+        assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
 def test_a_stop_string_among_held_back_bytes_ends_tokens_reason_and_cache():

@@ -6,8 +6,8 @@ import sys
 
 _SCRIPT = """
 import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from mamba_jax import generate, score
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from mamba_jax import forward, generate, init_cache, prefill, score, step
 from tests.tiny import tiny_params
 
 params = tiny_params("mamba2")
@@ -22,6 +22,26 @@ for divide in (lambda x: x.shape[0] % 2 == 0, lambda x: x.ndim == 2 and x.shape[
     assert abs(score(spread, [1, 2, 3]).total - total) < 1e-4
 second = jax.device_put(params, jax.devices()[1])
 assert [row.tokens for row in generate(second, prompts, **options)] == [row.tokens for row in want]
+
+calls = {
+    "forward": lambda params: forward(params, [[1]]),
+    "prefill": lambda params: prefill(params, [[1]]),
+    "step": lambda params: step(params, [1], init_cache(params.config, 1, "float32")),
+    "generate": lambda params: generate(params, [1]),
+    "score": lambda params: score(params, [1, 2]),
+}
+explicit = jax.device_put(params, NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,)), P()))
+apart = params.replace(embedding=second.embedding)
+for name, call in calls.items():
+    for wrong, message in ((explicit, "wanted Auto axes"), (apart, "params.layers.0.norm: got it on ['cpu:0']")):
+        if wrong is apart and name not in ("generate", "score"):
+            continue
+        try:
+            call(wrong)
+        except ValueError as error:
+            assert message in str(error), (name, error)
+        else:
+            raise AssertionError(name)
 """
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import subprocess
 import sys
@@ -85,6 +86,17 @@ def test_vocab_size_is_the_highest_id_and_one():
 
     holed.add_tokens([AddedToken("<|im_end|>", special=True)])
     assert text.vocab_size(holed) == max(holed.get_vocab().values()) + 1
+
+
+def test_vocab_size_is_looked_up_once_and_again_after_an_added_token(monkeypatch):
+    own = small_tokenizers.words()
+    size, calls = text.vocab_size(own), []
+    original = own.get_vocab
+    monkeypatch.setattr(own, "get_vocab", lambda: calls.append(1) or original())
+    assert text.vocab_size(own) == size
+    assert not calls
+    own.add_tokens(["another"])
+    assert text.vocab_size(own) == size + 1
 
 
 def test_decode_leaves_special_tokens_and_unknown_ids_out_and_spaces_alone():
@@ -188,6 +200,43 @@ def test_token_pieces_join_to_the_whole():
     assert text.token_pieces(BYTES, []) == []
 
 
+# After a prompt
+
+
+@pytest.mark.parametrize("cut", [1, 2, 9, 30])
+def test_pieces_continue_the_text_of_the_ids_before_them(tokenizer, cut):
+    ids = text.encode(tokenizer, "It was a dark night and the wind was high, so they waited for the morning.")
+    for size in (1, 5, 100):
+        decoder = text.TextDecoder(tokenizer, before=ids[:cut])
+        got = "".join(stream(decoder, blocks(ids[cut:], (size,))))
+        assert text.decode(tokenizer, ids[:cut]) + got == text.decode(tokenizer, ids)
+
+
+def test_the_space_between_prompt_and_continuation_is_kept():
+    space, w = FALLBACK.convert_tokens_to_ids(["▁", "w"])
+    hello = text.encode(FALLBACK, "a")
+    assert text.TextDecoder(FALLBACK, before=hello).push([space, w]) == " w"
+    assert text.TextDecoder(FALLBACK).push([space, w]) == "w"  # as the first tokens of a text
+    stopped = text.TextDecoder(FALLBACK, " w", before=hello)
+    assert stopped.push([space, w]) == ""
+    assert (stopped.matched, stopped.kept) == (" w", 2)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (100,)])
+def test_a_character_that_the_prompt_begins_is_whole_in_the_continuation(sizes):
+    euro = byte_ids("€".encode())
+    for cut in (1, 2):
+        rest = [*euro[cut:], *byte_ids(b"x")]
+        before = [*byte_ids(b"a"), *euro[:cut]]
+        assert "".join(stream(text.TextDecoder(BYTES, before=before), blocks(rest, sizes))) == "€x"
+        fallback = [FALLBACK.convert_tokens_to_ids(f"<0x{i:02X}>") for i in "東€".encode()]
+        rest = [*fallback[3 + cut :], *text.encode(FALLBACK, "b")[1:]]
+        decoder = text.TextDecoder(FALLBACK, before=[*text.encode(FALLBACK, "a"), *fallback[: 3 + cut]])
+        assert "".join(stream(decoder, blocks(rest, sizes))).endswith("€b")
+    broken = [*byte_ids(b"a"), *euro[:1]]
+    assert "".join(stream(text.TextDecoder(BYTES, before=broken), blocks(byte_ids(b"bc"), sizes))) == "bc"
+
+
 # Stop strings
 
 
@@ -249,7 +298,7 @@ def test_stop_string_at_the_very_end_of_a_byte_run():
 
 def test_stop_accepts_one_string_and_refuses_an_empty_one():
     assert text.StopStrings("ab").push("xab") == "x"
-    for bad in ("", ["a", ""], [3]):
+    for bad in ("", ["a", ""], [3], 1, b"a", [None]):
         with pytest.raises(ValueError, match="stop: got"):
             text.StopStrings(bad)
 
@@ -263,6 +312,15 @@ def test_load_tokenizer_from_a_folder(tmp_path):
     assert text.encode(loaded, TEXT) == text.encode(BYTES, TEXT)
     assert text.load_tokenizer(str(tmp_path)) is loaded
     assert text.load_tokenizer(str(tmp_path / "tokenizer.json")) is loaded
+
+
+def test_a_replaced_tokenizer_is_loaded_anew(tmp_path):
+    BYTES.save_pretrained(tmp_path)
+    before = text.load_tokenizer(str(tmp_path))
+    FALLBACK.save_pretrained(tmp_path)
+    after = text.load_tokenizer(str(tmp_path))
+    assert text.encode(before, TEXT) == text.encode(BYTES, TEXT)
+    assert text.encode(after, TEXT) == text.encode(FALLBACK, TEXT)
 
 
 def test_load_tokenizer_beside_a_config_of_the_original_layout(tmp_path):
@@ -293,6 +351,24 @@ def test_unknown_hub_id_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="cannot load one from no-such/tokenizer"):
         text.load_tokenizer("no-such/tokenizer")
+
+
+def test_loading_says_nothing_of_torch_and_leaves_the_environment_alone(tmp_path):
+    BYTES.save_pretrained(tmp_path)
+    code = (
+        "import os, sys; from mamba_jax.text import load_tokenizer; before = dict(os.environ)\n"
+        "load_tokenizer(sys.argv[1]); sys.exit(before != dict(os.environ))"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ADVISORY" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_import_is_light():

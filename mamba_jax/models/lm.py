@@ -5,7 +5,7 @@ weights every step (docs/design.md, "Layers").
 """
 
 import functools
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,17 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.cache import MambaCache, init_cache
+from mamba_jax.arguments import describe
+from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
-from mamba_jax.params import Layer, Mamba1Layer, Params
-from mamba_jax.scheduler.chunks import ChunkSize, check_chunk_size, default_chunk_size
+from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
+from mamba_jax.scheduler.chunks import ChunkSize, as_chunk_size, default_chunk_size
 from mamba_jax.scheduler.signals import Watch, every_kth_layer
+from mamba_jax.tracing import default_rules
 
 
 class Reading(NamedTuple):
@@ -123,6 +125,7 @@ def last_valid(x: Float[Array, "b l m"], lengths: Int[Array, "b"] | None) -> Flo
     return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
 
 
+@default_rules()
 def forward(
     params: Params,
     tokens: ArrayLike,
@@ -159,10 +162,11 @@ def forward(
     if segment_ids is not None:
         if lengths is not None or cache is not None:
             raise ValueError("segment_ids: wanted neither lengths nor cache beside it; give padding a negative id")
-        segments = _runs(_check_integers("segment_ids", segment_ids, ids.shape))
+        segments = _runs(_as_integers("segment_ids", segment_ids, ids.shape))
     return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states)
 
 
+@default_rules()
 def prefill(
     params: Params,
     tokens: ArrayLike,
@@ -190,6 +194,7 @@ def prefill(
     return _prefill(params, ids, rows, cache, chunk_size)
 
 
+@default_rules()
 def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
     """One more token a row.
 
@@ -205,7 +210,7 @@ def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Ar
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
     """
     ids = _check_tokens(params, tokens, ndim=1)
-    _check_cache(params, cache, ids.shape[0])
+    check_cache(cache, params.config, ids.shape[0], params.dtype)
     return _step(params, ids, cache)
 
 
@@ -302,56 +307,61 @@ def _check_block(
     cache: MambaCache | None,
     chunk_size: ChunkSize | Literal["auto"],
 ) -> tuple[Array, Array | None, ChunkSize]:
-    ids, rows = _check_tokens(params, tokens, ndim=2), None
+    ids = _check_tokens(params, tokens, ndim=2)
+    rows: Any = None
     batch, length = ids.shape
     if lengths is not None:
-        rows = _check_integers("lengths", lengths, (batch,))
-        if not isinstance(rows, jax.core.Tracer):
-            host = np.asarray(rows)
-            if host.min() < 1 or host.max() > length:
-                raise ValueError(f"lengths: got {host.tolist()}, wanted each from 1 to {length}, the width of tokens")
+        rows = _as_integers("lengths", lengths, (batch,))
+        if isinstance(rows, np.ndarray):
+            if rows.min() < 1 or rows.max() > length:
+                raise ValueError(f"lengths: got {rows.tolist()}, wanted each from 1 to {length}, the width of tokens")
+            rows = rows.astype(np.int32)
     if cache is not None:
-        _check_cache(params, cache, batch)
-    if chunk_size == "auto":
+        check_cache(cache, params.config, batch, params.dtype)
+    if isinstance(chunk_size, str) and chunk_size == "auto":
         chunk_size = default_chunk_size(jax.default_backend(), params.config.layer, length)
     else:
-        check_chunk_size(chunk_size, params.config.n_layer)
+        chunk_size = as_chunk_size(chunk_size, params.config.n_layer)
     return ids, rows, chunk_size
 
 
-def _check_integers(name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != shape:
-        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted integers of shape {list(shape)}")
+def _check_tokens(params: Params, tokens: ArrayLike, ndim: int) -> Array:
+    check_params(params)
+    check_axes(params)
+    ids = _as_integers("tokens", tokens, (None,) * ndim)
+    if isinstance(ids, np.ndarray):
+        rows = params.embedding.shape[0]
+        if ids.min() < 0 or ids.max() >= rows:
+            raise ValueError(f"tokens: got ids from {ids.min()} to {ids.max()}, wanted 0 to {rows - 1}")
+        ids = ids.astype(np.int32)
+    return cast(Array, ids)
+
+
+def _as_integers(name: str, value: ArrayLike, shape: tuple[int | None, ...]) -> Array | np.ndarray:
+    """Integers of a shape (None: any size above 0): a numpy array in the dtype they came in, or a traced array.
+
+    Nothing is narrowed here: JAX would wrap 64 bits around to 32 without a word.
+    """
+    try:
+        array: Any = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    except jax.errors.TracerArrayConversionError:  # a list of traced numbers
+        array = jnp.asarray(value)
+    except ValueError:  # rows of unequal lengths
+        array = np.asarray(None)
+    fits = len(array.shape) == len(shape) and all(
+        size == wanted or (wanted is None and size > 0) for size, wanted in zip(array.shape, shape, strict=True)
+    )
+    if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
+        came = f"{value!r:.80}" if array.dtype == object else describe(array)
+        sizes = ", ".join("any size above 0" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: got {came}, wanted integers of shape ({sizes})")
     return array
 
 
-def _runs(segment_ids: Int[Array, "b l"]) -> Int[Array, "b l"]:
+def _runs(segment_ids: Int[Array, "b l"] | np.ndarray) -> Int[Array, "b l"]:
     """Number the sequences in order, as the scans want them; neighbours of one id belong together."""
     if jnp.issubdtype(segment_ids.dtype, jnp.unsignedinteger):
         raise ValueError(f"segment_ids: got {segment_ids.dtype}, wanted signed integers (below 0 is padding)")
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(segment_ids < 0, -1, jnp.cumsum(begins, axis=1, dtype=jnp.int32))
-
-
-def _check_tokens(params: Params, tokens: ArrayLike, ndim: int) -> Array:
-    wanted = "(batch, length)" if ndim == 2 else "(batch,)"
-    array = jnp.asarray(tokens)
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != ndim or array.size == 0:
-        raise ValueError(
-            f"tokens: got {array.dtype}{list(array.shape)}, wanted integers of shape {wanted} with at least one entry"
-        )
-    if not isinstance(array, jax.core.Tracer):
-        host, rows = np.asarray(tokens), params.embedding.shape[0]
-        if host.min() < 0 or host.max() >= rows:
-            raise ValueError(f"tokens: got ids from {host.min()} to {host.max()}, wanted 0 to {rows - 1}")
-    return array
-
-
-def _check_cache(params: Params, cache: MambaCache, batch: int) -> None:
-    wanted = jax.eval_shape(lambda: init_cache(params.config, batch, params.dtype))
-    got_shapes = jax.tree.map(lambda x: tuple(x.shape), cache)
-    wanted_shapes = jax.tree.map(lambda x: tuple(x.shape), wanted)
-    if got_shapes != wanted_shapes:
-        got, want = (f"{c.conv[0]} and {c.ssm[0]} x {len(c.conv)} layers" for c in (got_shapes, wanted_shapes))
-        raise ValueError(f"cache: got windows and states {got}, wanted {want} for this model and batch {batch}")
+    xp = np if isinstance(segment_ids, np.ndarray) else jnp  # in numpy ids may have 64 bits
+    begins = xp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return xp.where(segment_ids < 0, xp.int32(-1), xp.cumsum(begins, axis=1, dtype=xp.int32))

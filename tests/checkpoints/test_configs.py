@@ -418,3 +418,13 @@ def test_any_config_parses_or_raises_value_error(base, changes):
     except ValueError:
         return
     assert config.d_inner >= 1
+
+
+def test_an_id_beyond_the_embedding_is_named_with_its_file(tmp_path):
+    with pytest.raises(ValueError, match=r"there: bos_token_id: got 99999999, wanted token ids from 0 to \d+"):
+        parse_config(FALCON | {"bos_token_id": 99999999}, "there")
+    assert parse_config(FALCON | {"pad_token_id": 99999999})[1].pad_token_id == 99999999
+    (tmp_path / "config.json").write_text(json.dumps(FALCON))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 99999999]}))
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id: got \[0, 99999999\]"):
+        read_config(tmp_path)

@@ -169,10 +169,17 @@ def test_arguments_that_are_wrong(tmp_path):
         save(params, tmp_path, "gguf")
     with pytest.raises(ValueError, match="max_shard_size: got 0"):
         save(params, tmp_path, max_shard_size=0)
+    with pytest.raises(ValueError, match="max_shard_size: got '1GB', wanted an integer"):
+        save(params, tmp_path, max_shard_size="1GB")
+    with pytest.raises(ValueError, match="directory: got None"):
+        save(params, None)
+    for path in (5, None, b"folder", [1]):
+        with pytest.raises(ValueError, match="path_or_hub_id: got"):
+            load(path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file, wanted a folder"):
         save(params, tmp_path / "file")
-    with pytest.raises(ValueError, match=r"norm_f: got float32\[24\], wanted bfloat16\[24\]"):
+    with pytest.raises(ValueError, match=r"layers\.0\.norm: got float32\[24\], wanted bfloat16\[24\]"):
         save(params.replace(embedding=params.embedding.astype("bfloat16")), tmp_path / "out")
     with pytest.raises(ValueError, match=r"lm_head: got nothing, wanted float32\[104, 24\]"):
         save(dataclasses.replace(params, lm_head=None), tmp_path / "out")

@@ -244,6 +244,98 @@ def test_u25_u28_a_cache_of_another_shape_is_refused():
         forward(params, IDS[:1], cache=init_cache(params.config, 1, "float32"), segment_ids=np.zeros((1, 40), int))
 
 
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_a_cache_of_another_dtype_is_refused(kind):
+    params = tiny_params(kind)
+    cache = init_cache(params.config, 1, "float32")
+    wrong = [
+        (init_cache(params.config, 1, "bfloat16"), r"cache.conv\[0\]: got bfloat16\[1, 3, .*, wanted float32\[1, 3, "),
+        (jax.tree.map(lambda x: x.astype("int8"), cache), r"cache.conv\[0\]: got int8"),
+        (cache.replace(ssm=(*cache.ssm[:1], cache.ssm[1].astype("int32"))), r"cache.ssm\[1\]: got int32.*bfloat16 or"),
+        (cache.replace(ssm=cache.ssm[:1]), r"cache.ssm: got a tuple of 1, wanted a tuple of 2 arrays"),
+        (cache.replace(conv=list(cache.conv)), r"cache.conv: got a list of 2, wanted a tuple of 2 arrays"),
+        (cache.replace(conv=(None, None)), r"cache.conv\[0\]: got nothing"),
+        ((cache.conv, cache.ssm), "cache: got a tuple, wanted a MambaCache"),
+    ]
+    for bad, message in wrong:
+        for call in (
+            lambda cache: step(params, [5], cache),
+            lambda cache: prefill(params, [[5]], cache=cache),
+            lambda cache: forward(params, [[5]], cache=cache),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(bad)
+    with pytest.raises(ValueError, match="cache: got a NoneType"):
+        step(params, [5], None)
+    half = init_cache(params.config, 1, "float32", "bfloat16")
+    assert {x.dtype.name for x in step(params, [5], half)[1].ssm} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("ids", [np.array([5, 5 + 2**32] * 2), [2**31 + 1] * 4, [-(2**33), 2**40, 2**40, -(2**33)]])
+def test_segment_ids_of_64_bits_stay_apart(ids):
+    params = tiny_params("mamba2")
+    values = list(ids)
+    small = [[-1 if i < 0 else values.index(i) for i in values]]
+    got = forward(params, [[5, 6, 7, 8]], segment_ids=[ids])
+    assert_close(got, forward(params, [[5, 6, 7, 8]], segment_ids=small))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": np.array([[2**32 + 5]])}, "tokens: got ids from 4294967301"),
+        ({"tokens": [[2**40]]}, "tokens: got ids from"),
+        ({"tokens": [[2**70]]}, "tokens: got .*wanted integers"),
+        ({"tokens": np.array([[2**63 + 5]], np.uint64)}, "tokens: got ids from"),
+        ({"tokens": [[1, 2], [3]]}, r"tokens: got \[\[1, 2\], \[3\]\], wanted integers"),
+        ({"tokens": [["a"]]}, "tokens: got"),
+        ({"tokens": None}, "tokens: got None"),
+        ({"tokens": [[1, 2, 3, 4]], "lengths": np.array([2**32 + 3])}, "lengths: got .4294967299., wanted each from 1"),
+        ({"tokens": [[1, 2, 3, 4]], "lengths": [2**70]}, "lengths: got"),
+        ({"tokens": [[1, 2]], "segment_ids": [[2**70, 1]]}, "segment_ids: got"),
+        ({"tokens": [[1, 2]], "segment_ids": [[True, False]]}, "segment_ids: got bool"),
+    ],
+)
+def test_what_does_not_fit_32_bits_is_refused_not_wrapped(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        forward(tiny_params("mamba2"), **arguments)
+
+
+def test_a_list_of_traced_tokens_is_taken():
+    params = tiny_params("mamba2")
+    traced = jax.jit(lambda a, b: forward(params, [[a, b]]))(3, 4)
+    assert_close(traced, forward(params, [[3, 4]]))
+
+
+@pytest.mark.parametrize("chunk_size", [np.int64(4), jnp.int32(4), [4, 8], np.array([4, 8])])
+def test_chunk_sizes_may_be_of_any_integer_type(chunk_size):
+    params = tiny_params("mamba2")
+    assert_close(forward(params, IDS, chunk_size=chunk_size), forward(params, IDS, chunk_size=4))
+    for bad in (True, 2.0, None, [4], np.array([4.0, 8.0])):
+        with pytest.raises(ValueError, match="chunk_size: got"):
+            forward(params, IDS, chunk_size=bad)
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused():
+    params = tiny_params("mamba1")
+    wrong = [
+        (params.replace(layers=params.layers[:1]), r"layers\.1\.norm: got nothing, wanted float32\[24\]"),
+        (
+            params.replace(embedding=params.embedding[:-1]),
+            r"embedding: got float32\[103, 24\], wanted float32\[104",
+        ),
+        (params.replace(embedding=params.embedding.astype("int32")), "embedding: got int32"),
+        (params.replace(embedding=None), "embedding: got nothing"),
+        (params.replace(norm_f=1.0), "norm_f: got 1.0"),
+        (params.replace(layers=list(params.layers)), "list of layers"),
+        ({"embedding": params.embedding}, "params: got a dict"),
+    ]
+    for bad, message in wrong:
+        for call in (lambda bad: forward(bad, IDS), lambda bad: step(bad, [1], None)):
+            with pytest.raises(ValueError, match=message):
+                call(bad)
+
+
 def test_u22_u28_conv_channels_hold_b_and_c():
     config = tiny_config("mamba2", d_inner=4096, headdim=64, ngroups=8, d_state=128)
-    assert init_cache(config, 1).conv[0].shape == (1, 3, 6144)
+    assert init_cache(config, 1, "float32").conv[0].shape == (1, 3, 6144)

@@ -59,7 +59,7 @@ def test_programs_take_weights_as_arguments_and_donate_the_cache():
     params = tiny_params("mamba2", n_layer=1)
     text = program(params, Spec("decode", 1, 64), table=ProgramTable()).as_text()
     aliases = text[: text.index("\n")]
-    assert aliases.count("-alias") >= len(jax.tree.leaves(init_cache(params.config, 1)))
+    assert aliases.count("-alias") >= len(jax.tree.leaves(init_cache(params.config, 1, params.dtype)))
     rows, width = params.embedding.shape
     assert f"f32[{rows},{width}]" in text[text.index("ENTRY") :]  # a parameter, not a constant
     assert not re.search(rf"f32\[{rows},{width}\]\S* constant", text)

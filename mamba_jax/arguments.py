@@ -1,0 +1,78 @@
+"""What callers pass as arguments: numbers of Python, numpy or JAX (but no bools and no text), dtypes, arrays.
+
+What does not fit is a `ValueError` that names the argument, what came and what was wanted.
+"""
+
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # that weights, windows and states may have
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a single integer."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return value.ndim == 0 and jnp.issubdtype(dtype, jnp.integer)
+
+
+def as_integer(name: str, value: Any, low: int) -> int:
+    """A single integer, at least `low`."""
+    if not is_integer(value) or value < low:
+        raise ValueError(f"{name}: got {value!r:.80}, wanted an integer of at least {low}")
+    return int(value)
+
+
+def as_integers(value: Any) -> list[int] | None:
+    """The integers of a sequence, a set or an array of one axis; None if it is anything else."""
+    if isinstance(value, jax.Array | np.ndarray):
+        whole = value.size == 0 or jnp.issubdtype(value.dtype, jnp.integer)
+        return np.asarray(value).tolist() if whole and value.ndim == 1 else None
+    if not isinstance(value, Sequence | Set) or not all(map(is_integer, value)):
+        return None
+    return [int(item) for item in value]
+
+
+def as_number(name: str, value: Any, accept: Callable[[float], bool], wanted: str) -> float:
+    """A single number that `accept` takes."""
+    single = is_integer(value) or isinstance(value, float)
+    if not single and hasattr(value, "dtype"):
+        single = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    try:
+        number = float(value) if single else math.nan
+    except OverflowError:  # an integer beyond the floats
+        number = math.inf
+    if not accept(number):
+        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}")
+    return number
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """A dtype that weights may have, from anything that names one."""
+    try:
+        dtype = None if value is None else jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in FLOAT_DTYPES:
+        raise ValueError(f"{name}: got {value!r:.80}, wanted one of {', '.join(FLOAT_DTYPES)}")
+    return dtype
+
+
+def is_array(value: Any, shape: tuple[int, ...], dtypes: Sequence[str]) -> bool:
+    """Whether it is an array (of JAX or numpy) of that shape and one of the dtypes."""
+    return getattr(value, "shape", None) == shape and value.dtype.name in dtypes
+
+
+def describe(value: Any) -> str:
+    """Dtype and shape of an array, as "float32[2, 3]"; what else it is where it is none."""
+    if value is None:
+        return "nothing"
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return f"{value!r:.80}"
+    return f"{value.dtype}{list(value.shape)}"
