@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:  # these bring jax and transformers along, which --help does not need
+    from mamba_jax.longbench import Summary
     from mamba_jax.params import Params
     from mamba_jax.parity import Parity
     from mamba_jax.planning import Model
@@ -60,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
 
@@ -266,6 +267,102 @@ def perplexity(
         return
     how = "state carried through" if whole else f"windows of {window}, stride {stride}"
     _write(f"perplexity {result.perplexity:.4f} of {result.tokens_scored:,} tokens ({how}, {result.dtype})\n")
+
+
+@app.command()
+def longbench(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with TASK.jsonl files, dataset2prompt.json and dataset2maxlen.json."),
+    ] = None,
+    model: ModelOption = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="May be given several times.", show_default="all that have samples and a template"),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for predictions and summary; a run that was killed goes on there.")
+    ] = Path("longbench-results"),
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Most samples a task.", show_default="all")] = None,
+    offset: Annotated[int, typer.Option(min=0, help="Samples of each task to leave out first.")] = 0,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most tokens of a prompt; longer ones lose their middle.", show_default="no limit"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="the task's")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples run together.")] = 1,
+    policy: PolicyOption = None,
+    dtype: DTypeOption = None,
+    tokenizer: TokenizerOption = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="i/n: run the i-th of n parts, into a folder of its own in --out.", show_default=False),
+    ] = None,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Run nothing: put the parts in this folder together, into --out. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer the long questions of LongBench, greedily, and score the answers.
+
+    --out gets TASK.jsonl with a line for each sample, and summary.json.
+    """
+    if (data is None) == (not merge):
+        raise typer.BadParameter("wanted either --data, or --merge of what ran before", param_hint="--data")
+    from mamba_jax import longbench as lib
+
+    if merge:
+        summary = lib.merge(merge, out)
+    else:
+        part = None
+        if shard is not None:
+            first, number = _numbers("--shard", shard, "/", count=2)
+            part, out = (first, number), out / f"shard-{first}-of-{number}"
+        _enable_cache()
+        summary = lib.run(
+            _load(model, dtype),
+            data or "",
+            out,
+            tasks=task,
+            name=_model(model),
+            offset=offset,
+            max_samples=max_samples,
+            max_length=max_length,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            policy=policy,
+            tokenizer=tokenizer,
+            shard=part,
+        )
+    if as_json:
+        _write_json(dataclasses.asdict(summary))
+    else:
+        _print_longbench(summary, out)
+
+
+def _print_longbench(summary: "Summary", out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, title=f"{summary.model}, {summary.dtype}", title_justify="left")
+    columns = ("", "samples", "score", "exact", "F1", "ROUGE-L", "prompt", "cut", "new", "latency s", "tokens/s")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for name, part in [*summary.tasks.items(), ("all", summary.all)]:
+        score = "-" if part.score is None else f"{part.score:.2f}"
+        metrics = (f"{value:.2f}" for value in (part.exact_match, part.f1, part.rouge_l))
+        speed = (f"{part.latency_s:.2f}", f"{part.tokens_per_s:.1f}")
+        tokens = (f"{part.prompt_tokens:.0f}", str(part.cut), f"{part.new_tokens:.0f}")
+        table.add_row(name, str(part.samples), score, *metrics, *tokens, *speed)
+    console = Console(markup=False, highlight=False, width=120)
+    console.print(table)
+    console.print(f"prompt and new in tokens, cut in samples; policy {summary.policy}; written to {out}")
 
 
 @app.command()
@@ -558,7 +655,7 @@ def layers(
 def _numbers(option: str, text: str, separator: str, count: int | None = None) -> tuple[int, ...]:
     parts = text.split(separator)
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
-        example = separator.join(("1", "2048")) if count == 2 else "1 or 1,8"
+        example = separator.join(("1", "2048" if separator == ":" else "2")) if count == 2 else "1 or 1,8"
         raise typer.BadParameter(f"got {text!r}, wanted numbers, as in {example}", param_hint=option)
     return tuple(int(part) for part in parts)
 

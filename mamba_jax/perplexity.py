@@ -80,7 +80,7 @@ def perplexity(
     spans = windows(len(tokens), window, stride)
     weights = program_weights(params)
     pieces = token_logprobs(weights, [tokens[a:b] for a, b, _ in spans], batch=batch, policy=as_policy(policy))
-    scored = [piece[len(piece) - count :] for piece, (_, _, count) in zip(pieces, spans, strict=True)]
+    scored = [piece[len(piece) - count :] for (piece, _), (_, _, count) in zip(pieces, spans, strict=True)]
     total, number = sum(float(part.sum(dtype=np.float64)) for part in scored), sum(map(len, scored))
     return Perplexity(
         perplexity=perplexity_of(total, number),

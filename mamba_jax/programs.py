@@ -102,22 +102,30 @@ def score_segment(
     cache: MambaCache,
     *,
     chunk_size: ChunkSize,
-) -> tuple[MambaCache, Float[Array, "b l"]]:
-    """Log-probabilities of `targets`, each given the tokens up to its position; logits exist a block at a time."""
+) -> tuple[MambaCache, Float[Array, "b l"], Bool[Array, "b l"]]:
+    """Log-probabilities of `targets`, each given the tokens up to its position; logits exist a block at a time.
+
+    Returns the cache, the log-probabilities, and whether no token is likelier than the target.
+    """
     hidden, cache, *_ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     batch, length, width = hidden.shape
     block = min(SCORE_BLOCK, length)
     pad = -length % block
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, -1, block, width).swapaxes(0, 1)
     targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, -1, block).swapaxes(0, 1)
-    logprobs = jax.lax.map(lambda args: _target_logprobs(params, *args), (hidden, targets))
-    return cache, logprobs.swapaxes(0, 1).reshape(batch, length + pad)[:, :length]
+    blocks = jax.lax.map(lambda args: _target_logprobs(params, *args), (hidden, targets))
+    logprobs, likeliest = (part.swapaxes(0, 1).reshape(batch, length + pad)[:, :length] for part in blocks)
+    return cache, logprobs, likeliest
 
 
-def _target_logprobs(params: Params, hidden: Float[Array, "b l m"], targets: Int[Array, "b l"]) -> Float[Array, "b l"]:
+def _target_logprobs(
+    params: Params, hidden: Float[Array, "b l m"], targets: Int[Array, "b l"]
+) -> tuple[Float[Array, "b l"], Bool[Array, "b l"]]:
     from optax.losses import softmax_cross_entropy_with_integer_labels  # late: importing it takes a while
 
-    return -softmax_cross_entropy_with_integer_labels(head(params, hidden), targets)
+    logits = head(params, hidden)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return -softmax_cross_entropy_with_integer_labels(logits, targets), chosen >= logits.max(axis=-1)
 
 
 def embed_segment(

@@ -3,6 +3,9 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
+
+_open: list[Any] = []  # the bars that are shown now
 
 
 def at_terminal() -> bool:
@@ -16,6 +19,8 @@ def track(
 ) -> Iterator[Callable[[int], None]]:
     """Show a bar, which a terminal takes away when the work is done; gives the function that advances it.
 
+    Inside another one it is a further line below that, which goes away when its own work is done.
+
     Args:
         label: what is going on.
         total: amount of work.
@@ -26,6 +31,13 @@ def track(
     if not (terminal if show is None else show):
         yield lambda _: None
         return
+    if _open:
+        task = _open[-1].add_task(label, total=total)
+        try:
+            yield lambda count: _open[-1].advance(task, count)
+        finally:
+            _open[-1].remove_task(task)
+        return
     from rich import progress as bars
     from rich.console import Console
 
@@ -33,4 +45,8 @@ def track(
     columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount, bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=Console(stderr=True), transient=terminal) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
+        _open.append(bar)
+        try:
+            yield lambda count: bar.advance(task, count)
+        finally:
+            _open.remove(bar)

@@ -62,14 +62,14 @@ def score(
     """
     rows, single, _ = as_rows(params, texts, tokenizer, "texts")
     found = token_logprobs(program_weights(params), rows)
-    scores = [Score(tokens=row, logprobs=[None, *logprobs.tolist()]) for row, logprobs in zip(rows, found, strict=True)]
+    scores = [Score(row, [None, *logprobs.tolist()]) for row, (logprobs, _) in zip(rows, found, strict=True)]
     return scores[0] if single else scores
 
 
 def token_logprobs(
     weights: Params, rows: list[list[int]], *, batch: int = BATCH, policy: Policy | None = None, bar: bool | None = None
-) -> list[np.ndarray]:
-    """Log-probability of every token of every row but its first.
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Log-probability of every token of every row but its first, and whether it is the likeliest.
 
     Args:
         weights: the model as programs take it.
@@ -79,7 +79,7 @@ def token_logprobs(
         bar: whether to show one; None does so on a terminal where there is more than one segment to read.
 
     Returns:
-        float32 arrays, each one shorter than its row.
+        For each row a float32 and a bool array, both one shorter than the row.
 
     Raises:
         FloatingPointError: if one is not finite.
@@ -95,7 +95,7 @@ def token_logprobs(
         return run(weights, tokens, targets, lengths, cache)
 
     found = _read(weights, rows, "score", segment, batch=batch, policy=policy, bar=bar)
-    return [logprobs[:-1] for logprobs in found]
+    return [(logprobs[:-1], likeliest[:-1]) for logprobs, likeliest in found]
 
 
 @overload
@@ -131,7 +131,7 @@ def embed(
         del group, offset
         return run(weights, tokens, lengths, cache)
 
-    states = _read(weights, rows, "embed", segment)
+    states = [state for (state,) in _read(weights, rows, "embed", segment)]
     return states[0] if single else states
 
 
@@ -144,27 +144,27 @@ def _read(
     batch: int = BATCH,
     policy: Policy | None = None,
     bar: bool | None = None,
-) -> list[np.ndarray]:
-    """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, values)`; values by row."""
+) -> list[list[np.ndarray]]:
+    """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, *values)`; values by row."""
     groups = list(_groups(rows, batch))
     plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]]), policy) for indices in groups]
     compile_programs(weights, [spec for plan in plans for spec in reading_specs(kind, plan.batch, plan.programs)])
-    values: list[np.ndarray] = [np.empty(0)] * len(rows)
+    values: list[list[np.ndarray]] = [[] for _ in rows]
     total = sum(len(plan.segments) for plan in plans)
     with track("Reading", total, show=bar if total > 1 else False) as advance:
         for indices, plan in zip(groups, plans, strict=True):
             group = [rows[i] for i in indices]
             cache, _ = program(weights, Spec("init", plan.batch))()
-            parts: list[np.ndarray] = []
+            parts: list[list[np.ndarray]] = []
             for planned, (offset, tokens, lengths) in zip(plan.segments, segments(group, plan), strict=True):
                 run = program(weights, Spec(kind, plan.batch, planned.length, planned.chunk_size))
-                cache, part = segment(run, group, cache, offset, tokens, lengths)
-                parts.append(np.asarray(part))
+                cache, *part = segment(run, group, cache, offset, tokens, lengths)
+                parts.append([np.asarray(value) for value in part])
                 advance(1)
-            joined = np.concatenate(parts, axis=1)[: len(group)]
-            for i, row in zip(indices, joined, strict=True):
-                values[i] = row[: len(rows[i])].copy()
-                if not np.isfinite(values[i]).all():
+            joined = [np.concatenate(value, axis=1) for value in zip(*parts, strict=True)]
+            for position, i in enumerate(indices):
+                values[i] = [value[position, : len(rows[i])].copy() for value in joined]
+                if not all(np.isfinite(value).all() for value in values[i]):
                     raise FloatingPointError(
                         f"texts: what the model gives for text {i} is not finite; check the weights"
                     )
