@@ -9,7 +9,7 @@ import numpy as np
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
 from mamba_jax.planning import make_plan
-from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.text import Tokenizer
@@ -75,7 +75,8 @@ def token_logprobs(
         weights: the model as programs take it.
         rows: token ids, each row at least one.
         batch: rows read together.
-        policy: decides chunk sizes; None takes the fastest measured ones.
+        policy: decides chunk sizes beforehand; one that looks at a statistic leaves them as None does, the fastest
+            measured ones.
         bar: whether to show one; None does so on a terminal where there is more than one segment to read.
 
     Returns:
@@ -148,7 +149,8 @@ def _read(
     """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, *values)`; values by row."""
     groups = list(_groups(rows, batch))
     plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]]), policy) for indices in groups]
-    compile_programs(weights, [spec for plan in plans for spec in reading_specs(kind, plan.batch, plan.programs)])
+    planned = [(plan.batch, segment.length, segment.chunk_size) for plan in plans for segment in plan.segments]
+    compile_programs(weights, [*(Spec("init", plan.batch) for plan in plans), *(Spec(kind, *each) for each in planned)])
     values: list[list[np.ndarray]] = [[] for _ in rows]
     total = sum(len(plan.segments) for plan in plans)
     with track("Reading", total, show=bar if total > 1 else False) as advance:
@@ -156,8 +158,8 @@ def _read(
             group = [rows[i] for i in indices]
             cache, _ = program(weights, Spec("init", plan.batch))()
             parts: list[list[np.ndarray]] = []
-            for planned, (offset, tokens, lengths) in zip(plan.segments, segments(group, plan), strict=True):
-                run = program(weights, Spec(kind, plan.batch, planned.length, planned.chunk_size))
+            for one, (offset, tokens, lengths) in zip(plan.segments, segments(group, plan), strict=True):
+                run = program(weights, Spec(kind, plan.batch, one.length, one.chunk_size))
                 cache, *part = segment(run, group, cache, offset, tokens, lengths)
                 parts.append([np.asarray(value) for value in part])
                 advance(1)
