@@ -39,13 +39,13 @@ from bench.prompts import Codec, Prompt, Tokens, longbench_prompts, reference_fo
 from bench.regimes import Key, chunk_shares, ran
 from mamba_jax import planning
 from mamba_jax.params import Params
-from mamba_jax.planning import as_policy, make_plan
-from mamba_jax.programs import Spec, model_of, program, program_weights, read_prompts, segments
+from mamba_jax.planning import LAG, as_policy, make_plan
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, read_prompts, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
 from mamba_jax.scheduler.policies import LearnedTable, PerLayer, Policy, Rule
 
-BATCH = 8
+BATCH = 16
 PROMPTS = 80
 # Beginnings of texts fill the prompts up to 80: lengths around those of segments and chunks.
 BEGINNINGS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513, 800)
@@ -105,6 +105,21 @@ class Reader:
         self.generated: dict[tuple[int, Key], list[mamba_jax.Generation]] = {}
         self.scored: dict[tuple[int, Key], list[float]] = {}
 
+    def compile(self, policies: Sequence[Policy | None]) -> None:
+        """Compile, side by side, what is known to run before anything does."""
+        specs: dict[Spec, None] = {}
+        for policy in policies:
+            for batch in self.batches:
+                longest = len(self.prompts[batch[0]].ids)
+                for kind, length in (("prefill", longest), ("score", longest + self.new)):
+                    plan = make_plan(self.model, len(batch), length, policy)
+                    specs[Spec("init", plan.batch)] = None
+                    # What a statistic chooses for is left out; so is what scoring would only watch.
+                    for one in plan.segments[: LAG if plan.candidates else None]:
+                        watch = one.watch if kind == "prefill" else None
+                        specs[Spec(kind, plan.batch, one.length, one.chunk_size, watch)] = None
+        compile_programs(self.weights, specs)
+
     def key(self, rows: list[list[int]], policy: Policy | None) -> Key:
         """The programs that reading rows runs; what a statistic chooses is found by reading."""
         plan = make_plan(self.model, len(rows), max(map(len, rows)), policy)
@@ -148,7 +163,7 @@ class Reader:
                 part = row[offset + 1 : offset + 1 + length]
                 targets[i, : len(part)], counted[i, : len(part)] = part, True
             run = program(self.weights, Spec("score", plan.batch, length, chunk))
-            cache, logprobs = run(self.weights, tokens, targets, lengths, cache)
+            cache, logprobs, _ = run(self.weights, tokens, targets, lengths, cache)
             total += np.sum(np.asarray(logprobs, np.float64), axis=1, where=counted)
         return total[: len(rows)].tolist()
 
@@ -260,6 +275,7 @@ def run(
 ) -> dict[str, dict[str, Row]]:
     """Every policy against the default with segments as planned; by segments, then by policy."""
     reader = Reader(params, prompts, new)
+    reader.compile([None])
     baseline = reader.outcome(None, None)
     report: dict[str, dict[str, Row]] = {}
     longest = max(prompts, key=lambda prompt: len(prompt.ids))
@@ -267,6 +283,7 @@ def run(
         title = f"segments of {', '.join(map(str, lengths))}" if lengths else "segments as planned"
         with segments_of(params, lengths) if lengths else contextlib.nullcontext():
             chosen = contenders(params, longest, policies)
+            reader.compile(list(chosen.values()))
             report[title] = {}
             with track(title, len(chosen)) as advance:
                 for name, policy in chosen.items():
@@ -324,7 +341,7 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="Checkpoints: folders, or names in the reference.")] = None,
     reference: Annotated[Path | None, typer.Option(help="Folder of the reference checkpoints.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies beside the default.")] = None,
-    segments: Annotated[list[str] | None, typer.Option(help="Lengths of short segments: 256,64,16.")] = None,
+    segments: Annotated[list[str] | None, typer.Option(help="Lengths of short segments, as in 64,16.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many.")] = PROMPTS,
     cap: Annotated[int, typer.Option(help="Most tokens of a prompt.")] = 1024,
     new: Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")] = 96,
@@ -334,7 +351,7 @@ def main(
     folder = reference_folder(reference)
     data = folder.parent / "data"
     chosen = choose_prompts(data, Tokens(data / "tokenizer"), cap, prompts)
-    short = [tuple(map(int, lengths.split(","))) for lengths in segments or ["256,64,16"]]
+    short = [tuple(map(int, lengths.split(","))) for lengths in segments or ["256"]]
     mamba_jax.enable_compilation_cache()
     console = Console(width=None if sys.stdout.isatty() else 180)
     report: dict[str, Any] = {

@@ -49,11 +49,11 @@ def test_what_differs_is_counted_and_its_margin_told():
 def test_short_segments_stand_while_asked_for():
     params = tiny_params("mamba2")
     with equality.segments_of(params, (64, 16)):
-        plan = make_plan(model_of(params), 8, 150)
+        plan = make_plan(model_of(params), equality.BATCH, 150)
         assert [segment.length for segment in plan.segments] == [64, 64, 16, 16]
         assert [segment.chunk_size for segment in plan.segments] == [32, 32, 16, 16]
-        assert choices(model_of(params), 8).near_best[64] == (16, 32, 64)
-    assert not choices(model_of(params), 8).measured
+        assert choices(model_of(params), equality.BATCH).near_best[64] == (16, 32, 64)
+    assert not choices(model_of(params), equality.BATCH).measured
 
 
 def test_tiny_models_say_the_same_with_every_policy():
