@@ -5,9 +5,9 @@ float32 with every static chunk size and every policy; token ids are compared wi
 every policy reads the prompts with the default's continuations: the perplexity of the whole over the default's is 1
 where nothing changed.
 
-A statistic chooses from the third segment of a text on, so everything is done twice: with the segments as planned, and
-with short ones (`--segments`), of which a prompt has many. The baseline is the default policy with segments as planned
-both times, so that segments are compared too.
+A statistic chooses from the third segment of a text on, so policies that look at one are compared a second time, with
+short segments (`--segments`), of which a prompt has many. The baseline is the default policy with segments as planned
+both times, so that segments are compared too. What runs the same programs runs once.
 
 A token on which two logits nearly tie may flip: then the margin at the first difference is reported.
 """
@@ -283,6 +283,8 @@ def run(
         title = f"segments of {', '.join(map(str, lengths))}" if lengths else "segments as planned"
         with segments_of(params, lengths) if lengths else contextlib.nullcontext():
             chosen = contenders(params, longest, policies)
+            if lengths:  # those that decide beforehand were compared already
+                chosen = {name: one for name, one in chosen.items() if one is None or planning.watch_for(one)}
             reader.compile(list(chosen.values()))
             report[title] = {}
             with track(title, len(chosen)) as advance:
