@@ -122,7 +122,8 @@ def _calibrate(
     dropped = _compile(weights, specs, table)
     runs = {spec: _Run(weights, spec, table) for spec in specs if spec not in dropped}
     samples: dict[Spec, list[float]] = {spec: [] for spec in runs}
-    order = [spec for _ in range(rounds) for spec in random.Random(0).sample(list(runs), len(runs))]
+    shuffle = random.Random(0)
+    order = [spec for _ in range(rounds) for spec in shuffle.sample(list(runs), len(runs))]
     with track("Timing", len(order)) as advance:
         for spec in order:
             if spec not in dropped:
