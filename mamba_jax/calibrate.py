@@ -38,8 +38,8 @@ def calibrate(
 ) -> tuple[Calibration, ...]:
     """Time every segment length at every chunk size, and keep the table for later requests.
 
-    Programs take turns, in another order each round, so that a device that slows down does so for all of them. What
-    does not fit into memory is left out and says so.
+    Programs take turns, in another order each round, the chunk sizes of a length one after the other, so that a device
+    that slows down does so for all of them. What does not fit into memory is left out and says so.
 
     Args:
         params: the model; weights' values do not matter.
@@ -122,8 +122,7 @@ def _calibrate(
     dropped = _compile(weights, specs, table)
     runs = {spec: _Run(weights, spec, table) for spec in specs if spec not in dropped}
     samples: dict[Spec, list[float]] = {spec: [] for spec in runs}
-    shuffle = random.Random(0)
-    order = [spec for _ in range(rounds) for spec in shuffle.sample(list(runs), len(runs))]
+    order = _turns(list(runs), rounds)
     with track("Timing", len(order)) as advance:
         for spec in order:
             if spec not in dropped:
@@ -140,6 +139,17 @@ def _calibrate(
     )
     today = datetime.date.today().isoformat()
     return Calibration(model.device, planning.shape_of(model, batch), jax.__version__, today, timings)
+
+
+def _turns(specs: list[Spec], rounds: int) -> list[Spec]:
+    """An order for each round, in which the chunk sizes of a length follow each other: they are to be compared."""
+    shuffle, order = random.Random(0), []
+    lengths = sorted({spec.length for spec in specs})
+    by_length = [[spec for spec in specs if spec.length == length] for length in lengths]
+    for _ in range(rounds):
+        for alike in shuffle.sample(by_length, len(by_length)):
+            order += shuffle.sample(alike, len(alike))
+    return order
 
 
 def _compile(weights: Params, specs: Sequence[Spec], table: ProgramTable) -> dict[Spec, str]:

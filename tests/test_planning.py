@@ -1,5 +1,6 @@
 """Plans: the static choice by measured tables or rules, policies, what a statistic may choose at run time."""
 
+import itertools
 import time
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 import mamba_jax
 from mamba_jax import planning
+from mamba_jax.calibrate import _turns
 from mamba_jax.models.lm import hidden_states
 from mamba_jax.planning import LAG, Careful, Model, as_policy, choices, decide, make_plan, programs_for
+from mamba_jax.programs import Spec
 from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
 from mamba_jax.scheduler.chunks import default_chunk_size
 from mamba_jax.scheduler.policies import Decision, LearnedTable, PerLayer, Rule, Static
@@ -211,3 +214,14 @@ def test_a_text_fixes_a_chunk_size_a_layer_from_that_layers_own_statistic(kind):
 def test_what_cannot_fix_layers_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         mamba_jax.fix_layers(tiny_params("mamba2"), *arguments)
+
+
+def test_calibration_takes_the_chunk_sizes_of_a_length_one_after_the_other_in_another_order_each_round():
+    specs = [Spec("prefill", 1, length, size) for length in (64, 128, 256) for size in (16, 32, 64)]
+    order = _turns(specs, rounds=4)
+    rounds = [order[start : start + len(specs)] for start in range(0, len(order), len(specs))]
+    assert len(rounds) == 4
+    assert all(sorted(each) == sorted(specs) for each in rounds)
+    assert len({tuple(each) for each in rounds}) == 4
+    for each in rounds:
+        assert len([length for length, _ in itertools.groupby(spec.length for spec in each)]) == 3
