@@ -1,11 +1,13 @@
 """Against transformers itself: it loads what `save` writes with the same logits, and `load` what it writes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax import forward
+from mamba_jax import forward, prefill, step
 from mamba_jax.checkpoints import load, save
 from tests.checkpoints.folders import random_params
 
@@ -31,6 +33,7 @@ FAMILIES = {
         "residual_in_fp32": False,
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 3, "tie_word_embeddings": False, "mixer_rms_eps": 1e-5},
+    "falcon_mamba-u48": {"state_size": 8, "time_step_rank": 3, "mixer_rms_eps": 1e-6},
 }
 IDS = np.random.default_rng(0).integers(0, 61, (2, 19))
 
@@ -71,6 +74,22 @@ def test_transformers_loads_what_save_writes_with_the_same_logits(tmp_path, fami
     assert ours.generation_config.eos_token_id == model.generation_config.eos_token_id
     again = load(tmp_path / "ours")
     assert (again.config, again.text) == (params.config, params.text)
+
+
+def test_u48_falcon_mamba_norms_b_c_and_dt_once_in_prefill_and_in_decode(tmp_path):
+    model = random_model("falcon_mamba-u48")
+    model.save_pretrained(tmp_path)
+    params = load(tmp_path)
+    assert params.config.bcdt_norm_eps == 1e-6
+    want = logits_of(model)
+    atol = 2e-4 * np.abs(want).max()
+    logits, cache = prefill(params, IDS[:, :9])
+    np.testing.assert_allclose(logits, want[:, 8], rtol=2e-4, atol=atol)
+    for i in range(9, IDS.shape[1]):
+        logits, cache = step(params, IDS[:, i], cache)
+        np.testing.assert_allclose(logits, want[:, i], rtol=2e-4, atol=atol)
+    unnormed = dataclasses.replace(params, config=dataclasses.replace(params.config, bcdt_norm_eps=None))
+    assert np.abs(forward(unnormed, IDS) - want).max() > 100 * atol
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -339,3 +339,19 @@ def test_weights_that_are_not_those_of_the_config_are_refused():
 def test_u22_u28_conv_channels_hold_b_and_c():
     config = tiny_config("mamba2", d_inner=4096, headdim=64, ngroups=8, d_state=128)
     assert init_cache(config, 1, "float32").conv[0].shape == (1, 3, 6144)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_u46_float32_multiplies_at_highest_precision_on_every_platform(kind, platform):
+    params = tiny_params(kind)
+    cache = init_cache(params.config, 2, params.dtype)
+
+    def both(params, cache):
+        logits, cache = prefill(params, IDS, cache=cache, chunk_size=16)
+        return logits, step(params, IDS[:, 0], cache)
+
+    lowered = jax.jit(both).trace(params, cache).lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in lowered.splitlines() if "dot_general" in line]
+    assert len(products) > 4 * params.config.n_layer
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
