@@ -391,12 +391,13 @@ def parity(
     if as_json:
         _write_json(dataclasses.asdict(found))
     else:
-        _print_parity(found)
+        print_parity(found)
     if found.verdict is False:
         raise typer.Exit(1)
 
 
-def _print_parity(found: "Parity") -> None:
+def print_parity(found: "Parity") -> None:
+    """Print a comparison as a table, with its verdict."""
     from rich.console import Console
     from rich.table import Table
 
