@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from bench.common import RESULTS
 from bench.report import write_report
 
 SUITE = (
@@ -25,7 +26,6 @@ SUITE = (
     "kernels",
     "parallel",
 )
-RESULTS = Path("bench-results")
 
 
 def main(

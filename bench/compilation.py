@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from bench.common import Bench, Row, Section, Setting, command, significant
 from bench.decode import SIZES
-from bench.models import load_model, planned_chunk
+from bench.models import beside, load_model, planned_chunk, published
 from mamba_jax import Params, enable_compilation_cache
 from mamba_jax.programs import BLOCK, Spec, lower_program
 
@@ -69,7 +69,7 @@ def run(setting: Setting) -> list[Section]:
             f"prefill {length}": Spec("prefill", 1, length, planned_chunk(params, length)),
             "decode, any length": Spec("decode", 1, BLOCK),
         }
-        paper = TABLE_12.get(name)
+        paper = TABLE_12.get(published(name))
         for label, spec in specs.items():
             with empty_cache():
                 traced, compiled = seconds(params, spec)
@@ -91,7 +91,7 @@ def run(setting: Setting) -> list[Section]:
             "Table 12: seconds until a program is ready",
             rows,
             "The paper: TPU v6e, decode of 128 / 4096 tokens. Compile times depend on the host's cores and on the "
-            "compiler of the device: compare orders of magnitude only.",
+            f"compiler of the device: compare orders of magnitude only.{beside(setting.models)}",
             "The decode program does not know how many tokens it will be asked for.",
         )
     ]
@@ -113,7 +113,7 @@ def draw(sections: list[Section], figure: Any) -> None:
 BENCH = Bench(
     "compilation",
     "Compile times (Table 12)",
-    small=Setting(("mamba2-small",), (256,), rounds=1),
+    small=Setting(("mamba2-small",), (1024,), rounds=1),
     full=Setting(SIZES, (1024,), rounds=1),
     run=run,
     draw=draw,

@@ -89,7 +89,8 @@ def run(setting: Setting) -> list[Section]:
             "Tables 1, 4 and 10: tokens a second of one row, by strategy",
             rows,
             "The paper: TPU v6e and L40S, float32 weights by its own bandwidth shares; no other model's figures are in "
-            f"its text. Here: {setting.weights} weights, greedy, so only ratios and flatness compare.{beside(setting.models)}",
+            f"its text. Here: {setting.weights} weights, greedy, so only ratios and flatness compare."
+            + beside(setting.models),
             " ".join(summary(name, [row for row in rows if row["model"] == name]) for name in setting.models),
         )
     ]

@@ -93,7 +93,7 @@ def run(setting: Setting) -> list[Section]:
         Section(
             "Table 11: peak memory of one row",
             rows,
-            f"The paper: TPU v6e, float32 weights. Here: {setting.weights} weights; a process's peak never falls, so the "
+            f"The paper: TPU v6e, float32 weights. Here: {setting.weights} weights; a peak never falls, so the "
             f"measured column means something where it is above that of the rows before.{beside(setting.models)}",
             f"With the cache the programs are the same at every length; from {lengths[0]} to {lengths[-1]} tokens the "
             f"measured peak of {setting.models[0]} grew by {growth:.2f}%.",

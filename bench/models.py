@@ -1,6 +1,7 @@
 """Published model sizes, for benchmarks with random weights: speed does not depend on their values."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def load_model(name: str, dtype: str) -> Params:
         raise ValueError(f"model: got {name!r}, wanted a folder or one of {', '.join((*PUBLISHED, *SMALL))}")
     kind: Any = dtype
     return program_weights(load(name, dtype=kind))
+
+
+def published(name: str) -> str:
+    """The size whose figures in the papers stand beside a model's: its own, or the smallest."""
+    return name if name in PUBLISHED else "mamba2-130m"
+
+
+def beside(names: Iterable[str]) -> str:
+    """The remark on models that the papers do not have; empty if there is none."""
+    others = [Path(name).name for name in names if name not in PUBLISHED]
+    return f" Beside {', '.join(others)} stand the paper's figures of 130M: not comparable." if others else ""
 
 
 def random_ids(params: Params, length: int, seed: int = 0) -> list[int]:

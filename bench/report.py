@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.common import RESULTS, texts
+
 TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -18,10 +20,11 @@ TEMPLATE = """<!doctype html>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222; }
 h2 { margin-top: 2.5em; border-bottom: 1px solid #ccc; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
+table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
+table { font-variant-numeric: tabular-nums; }
 th, td { padding: .2em .8em; border-bottom: 1px solid #e4e4e4; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid #888; }
-th.text, td.text { text-align: left; }
+.text { text-align: left; }
 img { max-width: 100%; }
 .facts { color: #666; font-size: 13px; }
 </style>
@@ -41,11 +44,11 @@ compared.</p>
 {% for section in report.sections %}
 <h3>{{ section.title }}</h3>
 <table>
-<tr>{% for column in section.columns %}<th{% if column.text %} class="text"{% endif %}>{{ column.name }}</th>{% endfor %}
-</tr>
-{% for row in section.cells %}<tr>{% for cell in row %}<td{% if section.columns[loop.index0].text %} class="text"{% endif
-%}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table>
+<tr>{% for column in section.columns %}<th class="{{ column.align }}">{{ column.name }}</th>{% endfor %}</tr>
+{% for row in section.cells %}
+<tr>{% for cell in row %}<td class="{{ section.columns[loop.index0].align }}">{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
 <p>{{ section.settings }}</p>
 {% if section.finding %}<p><b>{{ section.finding }}</b></p>{% endif %}
 {% endfor %}
@@ -58,8 +61,6 @@ compared.</p>
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
     """What lies in a folder, as the template takes it."""
-    from bench.common import texts
-
     reports = []
     for file in sorted(folder.glob("*.json")):
         report = json.loads(file.read_text(encoding="utf-8"))
@@ -67,7 +68,8 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
             continue  # of another kind
         for section in report["sections"]:
             first = section["rows"][0]
-            section["columns"] = [{"name": name, "text": isinstance(value, str)} for name, value in first.items()]
+            aligned = {name: "text" if isinstance(value, str) else "number" for name, value in first.items()}
+            section["columns"] = [{"name": name, "align": align} for name, align in aligned.items()]
             columns = [texts([row[name] for row in section["rows"]]) for name in first]
             section["cells"] = list(zip(*columns, strict=True))
         picture = file.with_suffix(".png")
@@ -93,7 +95,7 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Of results.")] = Path("bench-results")) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="Of results.")] = RESULTS) -> None:
     """Write one page of all that ran."""
     typer.echo(f"wrote {write_report(folder)}")
 

@@ -29,7 +29,7 @@ from bench.common import (
     turns,
 )
 from bench.decode import LENGTHS, SIZES, decoding
-from bench.models import load_model, random_ids
+from bench.models import beside, load_model, published, random_ids
 from mamba_jax.programs import read_prompts
 
 PREFILL = (1024, 4096, 8192)
@@ -66,7 +66,7 @@ def run(setting: Setting) -> list[Section]:
         read = {n: functools.partial(seconds_of, read_prompts, params, text) for n, text in texts.items()}
         for n, seconds in turns(read, 2 * setting.rounds).items():
             teraflops = 2 * size * n / seconds / 1e12
-            paper = dict(zip(PREFILL, TABLE_2.get(name, ()), strict=False)).get(n)
+            paper = dict(zip(PREFILL, TABLE_2.get(published(name), ()), strict=False)).get(n)
             prefill.append(
                 {
                     "model": name,
@@ -92,16 +92,17 @@ def run(setting: Setting) -> list[Section]:
                     "GB/s": significant(gigabytes),
                     "HBU %": None if peak_bandwidth is None else significant(100 * gigabytes / peak_bandwidth, 3),
                     "% of a matrix-vector product": significant(100 * gigabytes / bandwidth, 3),
-                    "paper HBU %": dict(zip(LENGTHS, TABLE_3.get(name, ()), strict=False)).get(n),
+                    "paper HBU %": dict(zip(LENGTHS, TABLE_3.get(published(name), ()), strict=False)).get(n),
                 }
             )
     limits = f"{setting.weights} matrix product {rate:.3g} TFLOP/s, matrix-vector product {bandwidth:.4g} GB/s here"
     sheet = "" if peak_rate is None else f"; datasheet {peak_rate:g} TFLOP/s, {peak_bandwidth:g} GB/s"
-    note = f"The paper: TPU v6e, 918 TFLOP/s and 1600 GB/s. Limits: {limits}{sheet}. Another device: shares compare."
+    note = f"The paper: TPU v6e, 918 TFLOP/s and 1600 GB/s. Limits: {limits}{sheet}."
+    note += f" Another device: shares compare.{beside(setting.models)}"
     return [
         Section("Table 2: prefill of one row", prefill, note, "Head and embedding count as parameters, as there."),
         Section(
-            "Table 3: decode of one row", decode, f"{note} The paper's weights are float32, ours {setting.weights}."
+            "Table 3: decode of one row", decode, note, f"The paper's weights are float32, ours {setting.weights}."
         ),
     ]
 
