@@ -3,6 +3,7 @@
 Each runs in a process of its own, so that it has the device and its memory to itself and none stops the others.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,11 @@ def main(
         raise typer.BadParameter(f"got {', '.join(unknown)}, wanted some of {', '.join(SUITE)}")
     options = [] if full is None else ["--full" if full else "--small"]
     failed = []
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for name in names or SUITE:
         command = [sys.executable, "-m", f"bench.{name}", "--out", str(out), *options]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, check=False, env=environ).returncode:
             failed.append(name)
     typer.echo(f"wrote {write_report(out)}")
     if failed:
