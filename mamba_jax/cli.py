@@ -417,7 +417,7 @@ def print_parity(found: "Parity") -> None:
             table.add_row(name, f"{part.max_abs:.2g}", f"{part.max_rel:.2g}", tolerated, shown)
     console = Console(markup=False, highlight=False)
     console.print(table)
-    lines = []
+    lines = [f"precision of our products: {found.precision}"]
     if found.argmax_equal is not None:
         lines.append(f"likeliest token equal at {found.argmax_equal:.2%} of positions")
     if found.greedy_equal is not None:

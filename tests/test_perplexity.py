@@ -9,13 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import mamba_jax
-from mamba_jax import cli, forward
+from mamba_jax import cli, forward, init_cache
+from mamba_jax.models.lm import decode_step
 from mamba_jax.perplexity import perplexity, windows
 from tests.tiny import tiny_params
 
@@ -175,6 +178,26 @@ def test_the_command_prints_one_object(tmp_path):
     assert printed["perplexity"] == pytest.approx(again.perplexity, rel=1e-6)
     assert (printed["window"], printed["stride"], printed["dtype"]) == (64, 32, "float32")
     assert CliRunner().invoke(cli.app, ["perplexity", "--text", str(file), "--chunk-size", "x"]).exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_u18_every_path_gives_the_perplexity_of_a_long_text(kind):
+    params, ids = tiny_params(kind), np.random.default_rng(1).integers(0, 101, 4096)
+    cache = init_cache(params.config, 1, params.dtype)
+
+    def one(cache, token):
+        logits, cache = decode_step(params, token[None], cache)
+        return cache, logits[0]
+
+    steps = jax.jit(lambda: jax.lax.scan(one, cache, jnp.asarray(ids))[1])()
+    found = {"steps": steps, **{size: forward(params, ids[None], chunk_size=size)[0] for size in (16, 256, 4096)}}
+    for path, logits in found.items():
+        logprobs = jax.nn.log_softmax(np.asarray(logits, np.float64)[:-1])[np.arange(4095), ids[1:]]
+        found[path] = math.exp(-float(np.mean(np.asarray(logprobs, np.float64))))
+    for policy in (None, "static:32"):
+        found[policy] = perplexity(params, ids, window=None, policy=policy).perplexity
+    assert max(found.values()) - min(found.values()) < 0.01, found
+    assert max(found.values()) / min(found.values()) - 1 < 1e-5, found
 
 
 def golden_perplexity(hidden, params, ids):
