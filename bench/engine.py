@@ -9,13 +9,9 @@ the median of the turns; compilation is timed apart.
 """
 
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -32,8 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 import mamba_jax
+from bench.common import bandwidth_probe, environment, matmul_rate
 from bench.models import PUBLISHED, random_params
-from mamba_jax.ops.linear import linear
 from mamba_jax.planning import Plan, make_plan
 from mamba_jax.programs import (
     BLOCK,
@@ -185,38 +181,6 @@ class Timing:
         return statistics.median(p for _, p in self.kept)
 
 
-def bandwidth_probe() -> Callable[[], float]:
-    """GB/s at which a large float32 matrix-vector product reads its matrix."""
-    rows = 50288 if jax.default_backend() == "cpu" else 1 << 20
-    matrix, vector = jnp.ones((rows, 768), jnp.float32), jnp.ones((768, 1), jnp.float32)
-    multiply = jax.jit(lambda m, v: m @ v)
-    jax.block_until_ready(multiply(matrix, vector))
-
-    def probe() -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            jax.block_until_ready(multiply(matrix, vector))
-            times.append(time.perf_counter() - start)
-        return matrix.nbytes / statistics.median(times) / 1e9
-
-    return probe
-
-
-def matmul_rate(dtype: str) -> float:
-    """TFLOP/s of a large square matrix product, by `linear`: a plain bfloat16 one is no limit on a CPU."""
-    size = 2304 if jax.default_backend() == "cpu" else 8192  # a power of two would miss a CPU's caches
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
-    multiply = jax.jit(linear)
-    jax.block_until_ready(multiply(a, a))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(multiply(a, a))
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(times) / 1e12
-
-
 def measure(
     contenders: dict[str, Contender], lengths: list[int], new: tuple[int, int], rounds: int, probe: Callable[[], float]
 ) -> list[Timing]:
@@ -317,19 +281,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def device_name() -> str:
-    """The device as a person would name it."""
-    if jax.default_backend() != "cpu":
-        return jax.devices()[0].device_kind
-    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
-
-
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PUBLISHED)}.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
@@ -347,11 +298,7 @@ def main(
     probe = bandwidth_probe()
     packages = ("jax", "jaxlib", *(("torch", "transformers") if against == "transformers" else ()))
     report: dict[str, Any] = {
-        "device": device_name(),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "command": f"python -m bench.engine {' '.join(sys.argv[1:])}",
+        **environment("engine", packages),
         "runs": [],
     }
     for name in model or ["mamba2-130m"]:

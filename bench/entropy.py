@@ -6,11 +6,8 @@ what each estimator costs on this device.
 """
 
 import dataclasses
-import datetime
-import importlib.metadata
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -24,12 +21,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from bench.engine import device_name
-from bench.fusion import Section, show
+from bench.common import Row, Section, device_name, environment, show
 from mamba_jax.scheduler.policies import PRESETS, chunk_of_entropy, coarse_bucket, h_ref_sensitivity, tile_superseded
 from mamba_jax.scheduler.signals import Estimator, Kind, Range, max_entropy
-
-Row = dict[str, Any]
 
 SEED = 20260417  # the paper's own, found by its figures
 LEGACY = 8.0
@@ -412,13 +406,7 @@ def main(
         report[name] = make()
         show(report[name], console)
     if out is not None:
-        facts = {
-            "device": device_name(),
-            "date": datetime.date.today().isoformat(),
-            "python": platform.python_version(),
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-            "command": f"python -m bench.entropy {' '.join(sys.argv[1:])}".strip(),
-        }
+        facts = environment("entropy")
         out.write_text(json.dumps(facts | {name: dataclasses.asdict(x) for name, x in report.items()}, indent=1) + "\n")
     if plot is not None:
         draw_picture(report, plot)

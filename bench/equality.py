@@ -15,11 +15,9 @@ A token on which two logits nearly tie may flip: then the margin at the first di
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -33,8 +31,7 @@ import typer
 from rich.console import Console
 
 import mamba_jax
-from bench.engine import device_name
-from bench.fusion import Row, Section, show
+from bench.common import Row, Section, environment, show
 from bench.prompts import Codec, Prompt, Tokens, longbench_prompts, reference_folder, regime_prompts
 from bench.regimes import Key, chunk_shares, ran
 from mamba_jax import planning
@@ -357,11 +354,7 @@ def main(
     mamba_jax.enable_compilation_cache()
     console = Console(width=None if sys.stdout.isatty() else 180)
     report: dict[str, Any] = {
-        "device": device_name(),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        "command": f"python -m bench.equality {' '.join(sys.argv[1:])}".strip(),
+        **environment("equality"),
         "prompts": [{"name": one.name, "kind": one.kind, "tokens": len(one.ids)} for one in chosen],
         "new_tokens": new,
         "models": {},

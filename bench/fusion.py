@@ -6,24 +6,21 @@ device is measured except for the solver's own time in Table 33.
 """
 
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
-import platform
 import statistics
 import sys
 import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from bench.common import Row, Section, environment, show
 from mamba_jax.scheduler.cost_model import (
     BUCKETS,
     COREY_PRICES,
@@ -56,7 +53,6 @@ from mamba_jax.scheduler.hadamard import entropy_gain, hadamard, majorizes, shan
 
 Planner = Callable[[Trial], Plan]
 Trials = Sequence[Trial]
-Row = dict[str, Any]
 
 # Table 33 by chain: launches of the static and the guided plan, surrogate ms of all three, solver's microseconds.
 TABLE_33 = {
@@ -74,16 +70,6 @@ TABLE_33 = {
 }
 MEANS = (0.0, 0.1, 0.2, 0.4, 0.66, 1.0)
 ACTIVATION = (16, 2048)  # tokens, channels
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """One table: `settings` made the paper's figures, `finding` is what ours say about them."""
-
-    title: str
-    rows: list[Row]
-    settings: str
-    finding: str = ""
 
 
 def guided(weights: Weights, threshold: float = 0.52) -> Planner:
@@ -388,29 +374,6 @@ def traffic() -> Section:
     )
 
 
-def show(section: Section, console: Console) -> None:
-    """Print one section."""
-    table = Table()
-    cells = {name: texts([row[name] for row in section.rows]) for name in section.rows[0]}
-    for name in cells:
-        table.add_column(name, justify="left" if isinstance(section.rows[0][name], str) else "right")
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*row)
-    console.print(f"[bold]{escape(section.title)}")
-    console.print(table)
-    console.print(escape(f"Settings: {section.settings}"))
-    if section.finding:
-        console.print(escape(f"Finding: {section.finding}"))
-    console.print()
-
-
-def texts(values: Sequence[Any]) -> list[str]:
-    """A column's cells: floats to the most digits that one of them has, nothing for None."""
-    floats = [value for value in values if isinstance(value, float)]
-    digits = max((len(str(value).partition(".")[2]) for value in floats), default=0)
-    return ["" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
-
-
 def draw_picture(report: dict[str, Section], path: Path) -> None:
     """Fig. 1, the falsification, and Table 11 beside the paper."""
     import matplotlib.pyplot as plt
@@ -464,13 +427,7 @@ def main(
     for section in report.values():
         show(section, console)
     if out is not None:
-        facts = {
-            "date": datetime.date.today().isoformat(),
-            "host": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "command": f"python -m bench.fusion {' '.join(sys.argv[1:])}".strip(),
-        }
+        facts = environment("fusion")
         out.write_text(json.dumps(facts | {name: dataclasses.asdict(x) for name, x in report.items()}, indent=1) + "\n")
     if plot is not None:
         draw_picture(report, plot)

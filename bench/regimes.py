@@ -19,14 +19,11 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import io
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import sys
@@ -43,8 +40,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import mamba_jax
-from bench.engine import device_name
-from bench.fusion import Row, Section, show
+from bench.common import Row, Section, environment, show
 from bench.models import PUBLISHED, random_params
 from bench.prompts import TASKS, Prompt, Tokens, longbench_prompts, reference_folder, regime_prompts
 from mamba_jax import planning
@@ -705,11 +701,7 @@ def main(
     mamba_jax.enable_compilation_cache()
     console = Console(width=None if sys.stdout.isatty() else 180)
     report: dict[str, Any] = {
-        "device": device_name(),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        "command": f"python -m bench.regimes {' '.join(sys.argv[1:])}".strip(),
+        **environment("regimes"),
         "dtype": dtype,
         "runs": [],
     }

@@ -242,6 +242,10 @@ def perplexity(
     whole: Annotated[bool, typer.Option("--whole", help="No windows: carry the state through the text.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Windows read together.")] = 8,
     chunk_size: Annotated[str, typer.Option(help="Of the scans: auto, or a number.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps what is done; a run that was killed goes on there.", show_default=False),
+    ] = None,
     dtype: DTypeOption = None,
     as_json: JsonOption = False,
     tokenizer: TokenizerOption = None,
@@ -261,6 +265,7 @@ def perplexity(
         batch=batch,
         policy=None if chunk_size == "auto" else f"static:{chunk_size}",
         tokenizer=tokenizer,
+        out=out,
     )
     if as_json:
         _write_json(dataclasses.asdict(result))
@@ -391,12 +396,13 @@ def parity(
     if as_json:
         _write_json(dataclasses.asdict(found))
     else:
-        _print_parity(found)
+        print_parity(found)
     if found.verdict is False:
         raise typer.Exit(1)
 
 
-def _print_parity(found: "Parity") -> None:
+def print_parity(found: "Parity") -> None:
+    """Print a comparison as a table, with its verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -411,7 +417,7 @@ def _print_parity(found: "Parity") -> None:
             table.add_row(name, f"{part.max_abs:.2g}", f"{part.max_rel:.2g}", tolerated, shown)
     console = Console(markup=False, highlight=False)
     console.print(table)
-    lines = []
+    lines = [f"precision of our products: {found.precision}"]
     if found.argmax_equal is not None:
         lines.append(f"likeliest token equal at {found.argmax_equal:.2%} of positions")
     if found.greedy_equal is not None:
@@ -635,6 +641,33 @@ def calibrate(
             best = result.best.get(length)
             table.add_row(str(length), *shown, "-" if best is None else str(best.chunk_size))
         Console(markup=False, highlight=False, width=140).print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="all, report, or one benchmark; a wrong one lists them.")],
+) -> None:
+    """Run a benchmark of a checkout; what follows its name are its own options.
+
+    `mamba-jax bench all` runs the suite, small on a CPU and in the published sizes elsewhere (--small, --full), and
+    writes JSON, pictures and one page of all into bench-results (--out). `mamba-jax bench NAME -- --help` has the
+    options.
+    """
+    import runpy
+
+    import mamba_jax
+
+    root = Path(mamba_jax.__file__).parents[1]
+    if not (root / "bench" / "common.py").is_file():
+        raise ValueError("bench: got an installed package, wanted a checkout of the source, which has the benchmarks")
+    files = (root / "bench").glob("*.py")
+    names = sorted(file.stem for file in files if "typer.run(main)" in file.read_text(encoding="utf-8"))
+    if name not in names:
+        raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(names)}", param_hint="NAME")
+    sys.path.insert(0, str(root))
+    sys.argv = [f"mamba-jax bench {name}", *context.args]
+    runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=False)
 
 
 @app.command()

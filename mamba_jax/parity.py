@@ -64,6 +64,7 @@ class Parity:
     Attributes:
         against: what with.
         dtype: of the weights.
+        precision: of our products.
         tokens: compared.
         hidden: final hidden states, after the last norm.
         logits: those that the other side has.
@@ -79,6 +80,7 @@ class Parity:
 
     against: str
     dtype: str
+    precision: str
     tokens: int
     hidden: Difference | None = None
     logits: Difference | None = None
@@ -165,6 +167,7 @@ def compare(params: Params, theirs: Outputs, text: Sequence[int] | None = None) 
     return Parity(
         against=theirs.against,
         dtype=params.dtype.name,
+        precision="highest" if params.dtype.name == "float32" else f"{params.dtype.name}, summed in float32",
         tokens=len(theirs.ids),
         hidden=hidden,
         logits=found,

@@ -8,14 +8,18 @@ the state carried through the whole text, which is what a recurrent model can do
 import dataclasses
 import math
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mamba_jax import records
 from mamba_jax.arguments import as_integer
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
-from mamba_jax.planning import as_policy
+from mamba_jax.planning import DEFAULT_POLICY, as_policy
 from mamba_jax.programs import program_weights
+from mamba_jax.progress import track
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.scoring import BATCH, token_logprobs
 from mamba_jax.text import Tokenizer
@@ -31,7 +35,7 @@ class Perplexity:
         window: tokens a window; None where the state was carried through.
         stride: tokens from a window's beginning to the next one's; None likewise.
         dtype: of the weights.
-        seconds: reading took, compilation included.
+        seconds: reading took, compilation included; of a run that was taken up again, its last part.
     """
 
     perplexity: float
@@ -51,6 +55,7 @@ def perplexity(
     batch: int = BATCH,
     policy: Policy | str | None = None,
     tokenizer: Tokenizer | str | None = None,
+    out: str | Path | None = None,
 ) -> Perplexity:
     """Perplexity of a text, with a bar while it is read.
 
@@ -62,9 +67,13 @@ def perplexity(
         batch: windows read together; speed only: the result is the same to 1e-6.
         policy: decides chunk sizes; speed only. As in `generate`.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        out: folder that keeps each window as it is done, so that a run that was killed goes on there and reads none
+            again; None keeps nothing.
 
     Raises:
-        ValueError: if an argument does not fit; the message names it.
+        ValueError: if an argument does not fit; the message names it. Also if `out` holds a run of another model, text
+            or configuration.
+        OSError: if `out` cannot be written.
         FloatingPointError: if the model's log-probabilities are not finite.
     """
     rows, single, _ = as_rows(params, text, tokenizer, "text")
@@ -76,12 +85,35 @@ def perplexity(
         if stride >= window:  # each token needs one before it in its window
             raise ValueError(f"stride: got {stride}, wanted 1 to {window - 1}, less than the window")
     batch = as_integer("batch", batch, 1)
-    tokens, start = rows[0], time.perf_counter()
+    tokens, start, chosen = rows[0], time.perf_counter(), as_policy(policy)
     spans = windows(len(tokens), window, stride)
-    weights = program_weights(params)
-    pieces = token_logprobs(weights, [tokens[a:b] for a, b, _ in spans], batch=batch, policy=as_policy(policy))
-    scored = [piece[len(piece) - count :] for (piece, _), (_, _, count) in zip(pieces, spans, strict=True)]
-    total, number = sum(float(part.sum(dtype=np.float64)) for part in scored), sum(map(len, scored))
+    weights, path = program_weights(params), None
+    done: dict[int, dict[str, Any]] = {}
+    if out is not None:
+        config = {
+            "weights": records.fingerprint(params),
+            "dtype": params.dtype.name,
+            "text": records.digest(np.asarray(tokens, np.int32).tobytes()),
+            "window": window,
+            "stride": None if window is None else stride,
+            "policy": DEFAULT_POLICY if chosen is None else chosen.name,
+        }
+        records.claim(Path(out), {"config": config, "batch": batch})
+        path = Path(out) / "windows.jsonl"
+        done = records.read_lines(path)
+    several = len(spans) > 1
+    with track("Windows", len(spans), show=None if several else False) as advance:
+        for first in range(0, len(spans), batch):
+            group = range(first, min(first + batch, len(spans)))
+            if left := [i for i in group if i not in done]:
+                texts = [tokens[spans[i][0] : spans[i][1]] for i in left]
+                pieces = token_logprobs(weights, texts, batch=batch, policy=chosen, bar=False if several else None)
+                new = [_record(i, logprobs, spans[i][2]) for i, (logprobs, _) in zip(left, pieces, strict=True)]
+                if path is not None:
+                    records.append_lines(path, new)
+                done |= {record["index"]: record for record in new}
+            advance(len(group))
+    total, number = math.fsum(record["logprob"] for record in done.values()), len(tokens) - 1
     return Perplexity(
         perplexity=perplexity_of(total, number),
         tokens_scored=number,
@@ -90,6 +122,11 @@ def perplexity(
         dtype=params.dtype.name,
         seconds=time.perf_counter() - start,
     )
+
+
+def _record(index: int, logprobs: np.ndarray, scored: int) -> dict[str, Any]:
+    """What is kept of a window: the log-probability of the tokens that it scores, those at its end."""
+    return {"index": index, "logprob": float(logprobs[len(logprobs) - scored :].sum(dtype=np.float64))}
 
 
 def perplexity_of(total: float, number: int) -> float:

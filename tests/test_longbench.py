@@ -20,7 +20,7 @@ from mamba_jax.longbench import (
     score_prediction,
 )
 from mamba_jax.longbench.metrics import exact_match, rouge_l, token_f1, words
-from mamba_jax.longbench.records import read_lines
+from mamba_jax.records import read_lines
 from mamba_jax.scheduler.policies import Decision
 from tests import small_tokenizers
 from tests.tiny import tiny_params

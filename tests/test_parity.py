@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 import mamba_jax
 from mamba_jax import cli, forward, generate
 from mamba_jax.parity import Difference, Outputs, against, compare, recorded
+from mamba_jax.programs import BLOCK, Spec, lower_program
 from tests.tiny import tiny_params
 
 IDS = np.random.default_rng(0).integers(0, 101, 60).astype(np.int32)
@@ -61,6 +63,22 @@ def test_each_part_can_fail_the_verdict(params, part):
     found = compare(params, theirs, text)
     assert found.verdict is False
     assert found.greedy_first_difference == (4 if part == "greedy" else None)
+
+
+@pytest.mark.parametrize("setting", ["bfloat16", "tensorfloat32"])
+def test_u46_float32_multiplies_at_highest_precision_whatever_jax_is_set_to(params, setting):
+    with jax.default_matmul_precision(setting):
+        for lowered in (
+            jax.jit(forward, static_argnames="chunk_size").lower(params, IDS[None], chunk_size=16),
+            lower_program(params, Spec("decode", 1, BLOCK)),
+        ):
+            text = lowered.as_text()
+            dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+            assert dots
+            assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots), text
+        found = compare(params, own_outputs(params))
+    assert found.precision == "highest"
+    assert compare(tiny_params("mamba2", dtype="bfloat16"), own_outputs(params)).precision.startswith("bfloat16")
 
 
 def test_other_dtypes_get_no_verdict():

@@ -2,13 +2,23 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import mamba_jax
-from mamba_jax import cli, forward
+from mamba_jax import cli, forward, init_cache
+from mamba_jax.models.lm import decode_step
 from mamba_jax.perplexity import perplexity, windows
 from tests.tiny import tiny_params
 
@@ -79,6 +89,82 @@ def test_bad_arguments_are_named(arguments, message):
         perplexity(tiny_params("mamba2"), **{"text": TOKENS, **arguments})
 
 
+class Killed(BaseException):
+    """Nothing that a library would catch."""
+
+
+@pytest.mark.parametrize("batches", [0, 1, 4])
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, monkeypatch, batches):
+    params = tiny_params("mamba2")
+    options = {"window": 64, "stride": 32, "batch": 3}
+    whole = perplexity(params, TOKENS, **options)
+    module = sys.modules["mamba_jax.perplexity"]
+    read, asked = module.token_logprobs, []
+
+    def dying(weights, rows, **rest):
+        if len(asked) == batches:
+            raise Killed
+        asked.append(rows)
+        return read(weights, rows, **rest)
+
+    monkeypatch.setattr(module, "token_logprobs", dying)
+    with pytest.raises(Killed):
+        perplexity(params, TOKENS, out=tmp_path, **options)
+    file = tmp_path / "windows.jsonl"
+    if batches:  # the last line was half written
+        file.write_text(file.read_text() + '{"index": 3')
+
+    def counting(weights, rows, **rest):
+        asked.append(rows)
+        return read(weights, rows, **rest)
+
+    monkeypatch.setattr(module, "token_logprobs", counting)
+    again = perplexity(params, TOKENS, out=tmp_path, **options)
+    assert (again.perplexity, again.tokens_scored) == (whole.perplexity, whole.tokens_scored)
+    texts = [tuple(row) for rows in asked for row in rows]
+    assert len(texts) == len(set(texts)) == len(windows(len(TOKENS), 64, 32))  # none was read twice
+    monkeypatch.setattr(module, "token_logprobs", None)  # all is done
+    assert perplexity(params, TOKENS, out=tmp_path, **options).perplexity == whole.perplexity
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    params = tiny_params("mamba2")
+    perplexity(params, TOKENS, window=64, stride=32, out=tmp_path)
+    for changed in ({"window": 128}, {"text": TOKENS[:-1]}, {"params": tiny_params("mamba2", seed=1)}):
+        with pytest.raises(ValueError, match=r"out: .* holds a run of another configuration"):
+            perplexity(**{"params": params, "text": TOKENS, "window": 64, "stride": 32, **changed}, out=tmp_path)
+
+
+def test_a_killed_process_goes_on(tmp_path):
+    mamba_jax.save(tiny_params("mamba2"), tmp_path / "model")
+    program = (
+        "import mamba_jax, numpy, sys\n"
+        "params = mamba_jax.load(sys.argv[1])\n"
+        "ids = numpy.random.default_rng(0).integers(0, 101, 4000).tolist()\n"
+        "print(mamba_jax.perplexity(params, ids, window=64, stride=16, batch=1, out=sys.argv[2]).perplexity)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "out")]
+    options = {"cwd": Path(__file__).parents[1], "stdout": subprocess.PIPE, "text": True}
+    options["env"] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, **options)
+    file = tmp_path / "out" / "windows.jsonl"
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (file.exists() and file.stat().st_size > 300):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = file.read_text().splitlines()[:-1]  # the last line may be half written
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < len(done) < len(windows(4000, 64, 16))
+    result = subprocess.run(command, check=True, **options)
+    ids = np.random.default_rng(0).integers(0, 101, 4000).tolist()
+    whole = perplexity(tiny_params("mamba2"), ids, window=64, stride=16, batch=1)
+    assert float(result.stdout) == whole.perplexity
+    lines = file.read_text().splitlines()
+    assert lines[: len(done)] == done
+    assert len({json.loads(line)["index"] for line in lines}) == len(lines) == len(windows(4000, 64, 16))
+
+
 def test_the_command_prints_one_object(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("It was the best of times, it was the worst of times. " * 20, encoding="utf-8")
@@ -92,3 +178,45 @@ def test_the_command_prints_one_object(tmp_path):
     assert printed["perplexity"] == pytest.approx(again.perplexity, rel=1e-6)
     assert (printed["window"], printed["stride"], printed["dtype"]) == (64, 32, "float32")
     assert CliRunner().invoke(cli.app, ["perplexity", "--text", str(file), "--chunk-size", "x"]).exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_u18_every_path_gives_the_perplexity_of_a_long_text(kind):
+    params, ids = tiny_params(kind), np.random.default_rng(1).integers(0, 101, 4096)
+    cache = init_cache(params.config, 1, params.dtype)
+
+    def one(cache, token):
+        logits, cache = decode_step(params, token[None], cache)
+        return cache, logits[0]
+
+    steps = jax.jit(lambda: jax.lax.scan(one, cache, jnp.asarray(ids))[1])()
+    found = {"steps": steps, **{size: forward(params, ids[None], chunk_size=size)[0] for size in (16, 256, 4096)}}
+    for path, logits in found.items():
+        logprobs = jax.nn.log_softmax(np.asarray(logits, np.float64)[:-1])[np.arange(4095), ids[1:]]
+        found[path] = math.exp(-float(np.mean(np.asarray(logprobs, np.float64))))
+    for policy in (None, "static:32"):
+        found[policy] = perplexity(params, ids, window=None, policy=policy).perplexity
+    assert max(found.values()) - min(found.values()) < 0.01, found
+    assert max(found.values()) / min(found.values()) - 1 < 1e-5, found
+
+
+def golden_perplexity(hidden, params, ids):
+    """Of recorded final states, in float64."""
+    logits = hidden.astype(np.float64) @ np.asarray(params.embedding, np.float64).T
+    logprobs = logits[np.arange(len(ids) - 1), ids[1:]] - np.logaddexp.reduce(logits[:-1], axis=-1)
+    return math.exp(-logprobs.mean())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("name", "theirs"), [("mamba1-12m", 1e-5), ("mamba2-12m-hf", 2e-4)])
+def test_reference_checkpoints_meet_the_truth_and_mamba_ssm(reference_dir, name, theirs):
+    # mamba_ssm multiplies in TF32 in Mamba-2, hence its wider bound. Whole text: docs/performance.md, "Perplexity".
+    golden = load_file(reference_dir / name / "golden.safetensors")
+    params, ids = mamba_jax.load(reference_dir / name, dtype="float32"), golden["ids"]
+    truth = golden_perplexity(golden["truth_hidden"], params, ids)
+    other = golden_perplexity(golden["last_hidden"], params, ids)
+    for window in (None, 1024):
+        assert perplexity(params, ids, window=window).perplexity == pytest.approx(truth, rel=1e-6)
+    assert perplexity(params, ids).perplexity == pytest.approx(other, rel=theirs)
+    half = mamba_jax.load(reference_dir / name, dtype="bfloat16")
+    assert perplexity(half, ids).perplexity == pytest.approx(truth, rel=1e-3)

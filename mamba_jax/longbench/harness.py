@@ -1,7 +1,6 @@
 """Running a model on samples of LongBench, batch by batch, so that a run can be killed and taken up again."""
 
 import dataclasses
-import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from mamba_jax import records
 from mamba_jax import text as text_lib
 from mamba_jax.generate import Generation, generate
-from mamba_jax.longbench import records
 from mamba_jax.longbench.data import Sample, find_tasks, load_samples
 from mamba_jax.longbench.metrics import require_rouge, score_prediction
 from mamba_jax.longbench.prompts import Template, cut_middle, load_templates
@@ -93,7 +92,7 @@ def run(
     found = _tasks(Path(data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
     config = {
         "model": name,
-        "weights": _fingerprint(params),
+        "weights": records.fingerprint(params),
         "dtype": params.dtype.name,
         "tokenizer": source if isinstance(source, str) else str(getattr(source, "name_or_path", "")),
         "policy": DEFAULT_POLICY if chosen is None else chosen.name,
@@ -104,7 +103,7 @@ def run(
             task.name: {
                 "samples": task.of,
                 "data": task.digest,
-                "template": _digest(task.template.text.encode()),
+                "template": records.digest(task.template.text.encode()),
                 "max_new_tokens": task.template.max_new_tokens,
             }
             for task in found
@@ -227,7 +226,7 @@ def _tasks(
         template = templates[name]
         if max_new_tokens is not None:
             template = dataclasses.replace(template, max_new_tokens=max_new_tokens)
-        digest = _digest(files[name].read_bytes())
+        digest = records.digest(files[name].read_bytes())
         tasks.append(_Task(name, template, samples[first - 1 :: parts], len(samples), digest))
     if not any(task.samples for task in tasks):
         raise ValueError(f"shard: got {first}/{parts}, which leaves no sample: there are fewer samples than parts")
@@ -271,16 +270,3 @@ def _record(task: str, prompt: _Prompt, result: Generation, batch: int) -> dict[
         "entropy": float(np.mean(statistics)) if statistics else None,
         "decisions": [dataclasses.asdict(decision) for decision in result.decisions],
     }
-
-
-def _fingerprint(params: Params) -> str:
-    """Tells weights apart, by their shapes and the first numbers of each."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(leaf[:1]).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

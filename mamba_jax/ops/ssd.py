@@ -285,13 +285,12 @@ def _block(
     States stand as (n, r, p) here, so that both products with them leave x and y in the order they have in memory.
     """
     x, z, B, C, dt, dA = inputs
-    q, dtype = x.shape[3], x.dtype
+    dtype = x.dtype
 
     coarse, fine = _running_sums(dA)
     decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])
-    causal = jnp.arange(q)[:, None] >= jnp.arange(q)
     scores = einsum("bcgin,bcgjn->bcgij", C, B, dtype)[:, :, :, None]
-    scores = jnp.where(causal, scores * decay, 0.0) * dt[..., None, :]
+    scores = _causal(scores * decay) * dt[..., None, :]
     y = einsum("bcgrij,bcgjrp->bcgrip", scores, x, dtype).swapaxes(3, 4)
 
     to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt
@@ -307,6 +306,12 @@ def _block(
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
     return states, y.astype(dtype)
+
+
+def _causal(scores: Float[Array, "... q q"]) -> Float[Array, "... q q"]:
+    """The scores of each position with itself and those before it, 0 with those after it."""
+    q = scores.shape[-1]
+    return jnp.where(jnp.arange(q)[:, None] >= jnp.arange(q), scores, 0.0)
 
 
 def _decay(coarse: Float[Array, "..."], fine: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,10 +1,16 @@
-"""Files of a run: what was asked for, and a line for each sample that is done. Killed at any point, none is lost."""
+"""Files of a run that can be killed at any point: what was asked for, and a line for each sample that is done."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
+
+from mamba_jax.params import Params
 
 RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
 
@@ -43,9 +49,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{folder}: got a folder with no readable {RUN_FILE}, wanted one of a LongBench run"
-        ) from error
+        raise ValueError(f"{folder}: got a folder with no readable {RUN_FILE}, wanted one of a run") from error
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -122,3 +126,17 @@ def _replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+def fingerprint(params: Params) -> str:
+    """Tells weights apart, by their shapes and the first numbers of each."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(np.asarray(leaf[:1]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def digest(data: bytes) -> str:
+    """Tells contents apart."""
+    return hashlib.sha256(data).hexdigest()[:16]
