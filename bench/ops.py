@@ -8,7 +8,6 @@ wanders (a shared CPU) does so for all of them alike: compare figures of one run
 import dataclasses
 import functools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import typer
 
+from bench.common import environment, seconds_of
 from bench.specs import SCAN_BENCH, SSD_BENCH, SSDSpec, scan_inputs, ssd_inputs
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.scan import selective_scan, selective_scan_step
@@ -143,15 +143,8 @@ def main(length: int = 512, size: str = "130m", rounds: int = 9, out: Path | Non
     everything = [probe(), *cases(length, size)]
     for _ in range(rounds):
         for case in everything:
-            start = time.perf_counter()
-            jax.block_until_ready(case.call(*case.args))
-            case.seconds.append(time.perf_counter() - start)
-    device = jax.devices()[0]
-    report = {
-        "device": f"{device.platform}: {device.device_kind}",
-        "host": platform.processor() or platform.machine(),
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
+            case.seconds.append(seconds_of(case.call, *case.args))
+    report = environment("ops") | {
         "rounds": rounds,
         "ops": [
             {

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from bench.common import environment
 from bench.models import random_params
 
 _CHILD = """
@@ -60,7 +61,7 @@ def main(
         warm = [run(target, 100, cache) for _ in range(3)]
         lengths = prompt or [2048, 16384]
         memory = {length: run(target, length, cache)["peak_mib"] for length in lengths}
-    report: dict[str, Any] = {
+    report = environment("process") | {
         "model": model,
         "dtype": dtype,
         "cold_first_token_s": cold["first_token_s"],

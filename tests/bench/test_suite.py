@@ -136,16 +136,17 @@ def test_the_page_holds_every_result(rows, folder):
         write_report(folder / "none")
 
 
-def test_the_command_runs_a_benchmark_with_its_options(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_the_command_runs_a_benchmark_with_its_options(tmp_path):
     result = CliRunner().invoke(cli.app, ["bench", "nothing"])
     assert result.exit_code == 2
-    assert "decode" in result.output
-    options = ["--small", "--model", "mamba2-small", "--length", "32", "--rounds", "1", "--out", str(tmp_path)]
-    result = CliRunner().invoke(cli.app, ["bench", "training", *options])
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "training.json").read_text())["setting"]["lengths"] == [32]
+    assert "utilisation" in result.output
+    options = ["--small", "--length", "32", "--rounds", "1", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "mamba_jax.cli", "bench", "masking", *options]
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=tmp_path, env=environ, capture_output=True)
+    report = json.loads((tmp_path / "masking.json").read_text())
+    assert report["setting"]["lengths"] == [32]
+    assert report["command"] == f"python -m bench.masking {' '.join(options)}"
 
 
 def test_calls_take_turns_and_the_median_counts():
