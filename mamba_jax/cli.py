@@ -666,8 +666,8 @@ def bench(
     if name not in names:
         raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(names)}", param_hint="NAME")
     sys.path.insert(0, str(root))
-    sys.argv = [f"mamba-jax bench {name}", *context.args]
-    runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=False)
+    sys.argv = [name, *context.args]
+    runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
 
 
 @app.command()
