@@ -1,0 +1,100 @@
+"""Which implementation of an op a program holds: the one of XLA, or a kernel for NVIDIA GPUs from `pallas_kernels`.
+
+A kernel stands beside the XLA op in a program and is chosen when the program is lowered for its platform, so a program
+exported for CUDA from a CPU holds it. What a kernel does not take is known from shapes, dtypes and options alone, while
+the program is traced.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+from jax.custom_batching import custom_vmap
+
+Implementation = Literal["xla", "pallas"]
+
+
+def check_implementation(implementation: Implementation | None) -> None:
+    """Raise a `ValueError` unless `implementation` is None or one of the names."""
+    if implementation is not None and implementation not in get_args(Implementation):
+        wanted = " or ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"implementation: got {implementation!r}, wanted None, {wanted}")
+
+
+def dispatch(
+    implementation: Implementation | None,
+    *,
+    xla: Callable[..., Any],
+    pallas: Callable[..., Any],
+    declined: str | None,
+    hopper_only: bool = False,
+) -> Callable[..., Any]:
+    """Choose between an XLA op and its kernel.
+
+    Args:
+        implementation: None takes the kernel in programs for CUDA if it takes the arguments and the GPU at hand can run
+            it, and the XLA op otherwise; "xla" takes the XLA op; "pallas" takes the kernel or raises.
+        xla: the op for any platform. Gradients, also the kernel's, are its gradients.
+        pallas: the kernel, of the same arguments and results: pytrees of arrays.
+        declined: why the kernel does not take these arguments; None if it does.
+        hopper_only: the kernel runs on compute capability 9 only, and not on newer GPUs.
+
+    Returns:
+        The function to call with the op's arrays.
+
+    Raises:
+        ValueError: if implementation is no such name.
+        NotImplementedError: if implementation is "pallas" and the kernel does not take the arguments, or no GPU at
+            hand can run it.
+    """
+    check_implementation(implementation)
+    if implementation == "xla":
+        return xla
+    declined = declined or _device_lacks(hopper_only)
+    if implementation == "pallas":
+        if declined is not None:
+            raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {declined}")
+        return with_gradient(pallas, xla)
+    if declined is not None:
+        return xla
+    kernel = with_gradient(pallas, xla)
+    return lambda *args: jax.lax.platform_dependent(*args, cuda=kernel, default=xla)
+
+
+def with_gradient(pallas: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, with the XLA op's gradient; under `vmap` it is the XLA op altogether."""
+
+    @custom_vmap
+    def forward(*args: Any) -> Any:
+        return pallas(*args)
+
+    @forward.def_vmap
+    def forward_vmap(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        out = jax.vmap(xla, in_axes=axes, axis_size=axis_size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    @jax.custom_vjp
+    def op(*args: Any) -> Any:
+        return forward(*args)
+
+    def op_forward(*args: Any) -> tuple[Any, Any]:
+        return forward(*args), args
+
+    def op_backward(args: Any, cotangents: Any) -> Any:
+        return jax.vjp(xla, *args)[1](cotangents)
+
+    op.defvjp(op_forward, op_backward)
+    return op
+
+
+def _device_lacks(hopper_only: bool) -> str | None:
+    """What the GPU at hand lacks to run a kernel; None if it can, or if there is none to ask, as in an export."""
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    major = int(capability.split(".")[0]) if capability[:1].isdigit() else 0
+    if major < 9 or (hopper_only and major > 9):
+        wanted = "9" if hopper_only else "9 or more"
+        return f"a GPU of compute capability {capability or 'unknown'} (wanted: {wanted})"
+    return None
