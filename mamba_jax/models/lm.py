@@ -18,6 +18,7 @@ from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
 from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
@@ -40,6 +41,7 @@ class _Scan(TypedDict):
     segment_ids: Array | None
     chunk_size: int
     watch: Watch | None
+    implementation: Implementation | None
 
 
 def hidden_states(
@@ -51,6 +53,7 @@ def hidden_states(
     segment_ids: Int[Array, "b l"] | None = None,
     chunk_size: ChunkSize,
     watch: Watch | None = None,
+    implementation: Implementation | None = None,
 ) -> Reading:
     """Read a block of positions.
 
@@ -62,6 +65,7 @@ def hidden_states(
         segment_ids: packed sequences; see `forward`.
         chunk_size: of the scans, one for all layers or one a layer.
         watch: what to compute of the x that enters the scans, and in which layers.
+        implementation: of the scans: see `ops.ssd.ssd` and `ops.scan.selective_scan`.
     """
     config = params.config
     if cache is None:
@@ -86,6 +90,7 @@ def hidden_states(
                 segment_ids=segment_ids,
                 chunk_size=chunk,
                 watch=watch if i in watched else None,
+                implementation=implementation,
             )
             conv.append(conv_state)
             ssm.append(ssm_state)
@@ -135,6 +140,7 @@ def forward(
     cache: MambaCache | None = None,
     chunk_size: ChunkSize | Literal["auto"] = "auto",
     output_hidden_states: bool = False,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "b l v"] | tuple[Float[Array, "b l v"], tuple[Float[Array, "b l m"], ...]]:
     """Logits of every position. Differentiable (in reverse mode).
 
@@ -149,6 +155,7 @@ def forward(
         chunk_size: of the scans, one for all layers or a tuple with one a layer; speed only, never results. "auto"
             picks one for the platform and the length.
         output_hidden_states: also return the hidden states.
+        implementation: of the scans: "xla"; "pallas", the kernels for NVIDIA GPUs; None is the kernel where it can run.
 
     Returns:
         (b, l, padded vocab_size) float32 logits; with output_hidden_states, also a tuple of n_layer + 1 arrays
@@ -156,6 +163,7 @@ def forward(
 
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+        NotImplementedError: if implementation is "pallas" and the kernel cannot do this.
     """
     ids, rows, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
     segments = None
@@ -163,7 +171,7 @@ def forward(
         if lengths is not None or cache is not None:
             raise ValueError("segment_ids: wanted neither lengths nor cache beside it; give padding a negative id")
         segments = _runs(_as_integers("segment_ids", segment_ids, ids.shape))
-    return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states)
+    return _forward(params, ids, rows, segments, cache, chunk_size, output_hidden_states, implementation)
 
 
 @default_rules()
@@ -174,6 +182,7 @@ def prefill(
     lengths: ArrayLike | None = None,
     cache: MambaCache | None = None,
     chunk_size: ChunkSize | Literal["auto"] = "auto",
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b v"], MambaCache]:
     """Read a block of positions: logits of each row's last valid position, and the cache after it.
 
@@ -183,15 +192,17 @@ def prefill(
         lengths: (b,) valid positions a row, at least 1; the rest is padding on the right.
         cache: continue from this cache (it is left as it was); None starts from the zero state.
         chunk_size: as in `forward`.
+        implementation: as in `forward`.
 
     Returns:
         (b, padded vocab_size) float32 logits and the cache.
 
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+        NotImplementedError: if implementation is "pallas" and the kernel cannot do this.
     """
     ids, rows, chunk_size = _check_block(params, tokens, lengths, cache, chunk_size)
-    return _prefill(params, ids, rows, cache, chunk_size)
+    return _prefill(params, ids, rows, cache, chunk_size, implementation)
 
 
 @default_rules()
@@ -214,7 +225,7 @@ def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Ar
     return _step(params, ids, cache)
 
 
-@jax.jit(static_argnames=("chunk_size", "output_hidden_states"))
+@jax.jit(static_argnames=("chunk_size", "output_hidden_states", "implementation"))
 def _forward(
     params: Params,
     tokens: Array,
@@ -223,17 +234,31 @@ def _forward(
     cache: MambaCache | None,
     chunk_size: ChunkSize,
     output_hidden_states: bool,
+    implementation: Implementation | None,
 ) -> Array | tuple[Array, tuple[Array, ...]]:
-    read = hidden_states(params, tokens, cache, lengths=lengths, segment_ids=segment_ids, chunk_size=chunk_size)
+    read = hidden_states(
+        params,
+        tokens,
+        cache,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
     logits = head(params, read.hidden)
     return (logits, (*read.inputs, read.hidden)) if output_hidden_states else logits
 
 
-@jax.jit(static_argnames="chunk_size")
+@jax.jit(static_argnames=("chunk_size", "implementation"))
 def _prefill(
-    params: Params, tokens: Array, lengths: Array | None, cache: MambaCache | None, chunk_size: ChunkSize
+    params: Params,
+    tokens: Array,
+    lengths: Array | None,
+    cache: MambaCache | None,
+    chunk_size: ChunkSize,
+    implementation: Implementation | None,
 ) -> tuple[Array, MambaCache]:
-    read = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    read = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size, implementation=implementation)
     return head(params, last_valid(read.hidden, lengths)), read.cache
 
 
@@ -250,7 +275,7 @@ def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
 
 
 # Compiled functions of one layer: layers of one shape are traced once. XLA inlines them where they are called.
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "watch"))
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "watch", "implementation"))
 def _read_layer(
     layer: Layer,
     config: MambaConfig,
@@ -262,6 +287,7 @@ def _read_layer(
     segment_ids: Int[Array, "b l"] | None,
     chunk_size: int,
     watch: Watch | None,
+    implementation: Implementation | None,
 ) -> tuple[Array, Array, Array, Array | None]:
     u = _block_norm(config, residual, layer.norm, layer.norm_bias)
     scan: _Scan = {
@@ -269,6 +295,7 @@ def _read_layer(
         "segment_ids": segment_ids,
         "chunk_size": chunk_size,
         "watch": watch,
+        "implementation": implementation,
     }
     if isinstance(layer, Mamba1Layer):
         y, new_conv, new_ssm, statistic = mamba1_mixer(layer, config, u, conv, ssm, **scan)

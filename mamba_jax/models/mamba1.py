@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import rms_norm
 from mamba_jax.ops.scan import selective_scan, selective_scan_step
@@ -28,6 +29,7 @@ def mamba1_mixer(
     segment_ids: Int[Array, "b l"] | None,
     chunk_size: int,
     watch: Watch | None,
+    implementation: Implementation | None,
 ) -> tuple[Float[Array, "b l m"], Float[Array, "b w-1 d"], Float[Array, "b n d"], Float[Array, "2"] | None]:
     """Mix a block of positions.
 
@@ -58,6 +60,7 @@ def mamba1_mixer(
             initial_state=ssm_state,
             lengths=lengths,
             segment_ids=segment_ids,
+            implementation=implementation,
         )
     return _project(layer, config, y), conv_state, ssm_state, statistic
 

@@ -10,6 +10,7 @@ recurrence: best on a CPU, whose cores one position fills. Source: Gu and Dao, "
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
+from mamba_jax.ops.dispatch import Implementation, dispatch
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
+from mamba_jax.pallas_kernels.gpu import selective_scan as gpu
 
 # Positions between the states that the gradient keeps; it computes those between again.
 _STRETCH = 32
@@ -53,6 +56,7 @@ def selective_scan(
     lengths: Int[Array, "b"] | None = None,
     segment_ids: Int[Array, "b l"] | None = None,
     num_segments: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b l d"], Float[Array, "b *s n d"]]:
     """Scan whole sequences.
 
@@ -73,6 +77,8 @@ def selective_scan(
         lengths: valid positions of each row, the rest is padding on the right.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
+        implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 256
+            channels, d_state 16 and no segment_ids, and cuts rows its own way; None is the kernel where it can run.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, n, d), or
@@ -81,6 +87,7 @@ def selective_scan(
     Raises:
         ValueError: if shapes do not agree, chunk_size < 1, both lengths and segment_ids are given, or num_segments
             comes without segment_ids.
+        NotImplementedError: if implementation is "pallas" and the kernel cannot do this.
     """
     check_rank("x", x, "(b, l, d)")
     b, seqlen, d = x.shape
@@ -92,18 +99,38 @@ def selective_scan(
         initial_state = jnp.zeros(shape, jnp.float32)
     check_shape("initial_state", initial_state, shape, "(b, n, d)" if num_segments is None else "(b, s, n, d)")
 
-    dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
-    wipe = None
-    if segment_ids is not None and num_segments is None:
-        wipe = jnp.where(later_starts(segment_ids), jnp.float32(WIPE), jnp.float32(0.0))
-    inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), wipe)
+    def scan_xla(
+        x: Array,
+        dt: Array,
+        A: Array,
+        B: Array,
+        C: Array,
+        D: Array | None,
+        z: Array | None,
+        dt_bias: Array | None,
+        lengths: Array | None,
+        initial_state: Array,
+    ) -> tuple[Array, Array]:
+        dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
+        wipe = None
+        if segment_ids is not None and num_segments is None:
+            wipe = jnp.where(later_starts(segment_ids), jnp.float32(WIPE), jnp.float32(0.0))
+        inputs = _Inputs(x.astype(jnp.float32) * dt, dt, B.astype(jnp.float32), C.astype(jnp.float32), wipe)
 
-    plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
-    inputs = jax.tree.map(lambda a: plan.lay(a).reshape(b, plan.chunks, plan.q, *a.shape[2:]), inputs)
-    states = initial_state.astype(jnp.float32).reshape(b, s, n, d)
-    y, states = _scan_chunks(states, inputs, plan.segment, A.T.astype(jnp.float32))
-    y = plan.restore(y.reshape(b, -1, d))
-    return _skip_and_gate(y, x, D, z), states.reshape(shape)
+        plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
+        inputs = jax.tree.map(lambda a: plan.lay(a).reshape(b, plan.chunks, plan.q, *a.shape[2:]), inputs)
+        states = initial_state.reshape(b, s, n, d)
+        y, states = _scan_chunks(states, inputs, plan.segment, A.T.astype(jnp.float32))
+        y = plan.restore(y.reshape(b, -1, d))
+        return _skip_and_gate(y, x, D, z), states.reshape(shape)
+
+    scan = dispatch(
+        implementation,
+        xla=scan_xla,
+        pallas=partial(gpu.selective_scan, dt_softplus=dt_softplus, dt_limit=dt_limit),
+        declined="segment_ids" if segment_ids is not None else gpu.declines(x, A),
+    )
+    return scan(x, dt, A, B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
 
 
 def selective_scan_step(

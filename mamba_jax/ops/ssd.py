@@ -21,9 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
+from mamba_jax.ops.dispatch import Implementation, dispatch
 from mamba_jax.ops.dt import step_size
 from mamba_jax.ops.linear import einsum
-from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
+from mamba_jax.ops.segments import WIPE, ChunkPlan, chain_chunks, later_starts, plan_chunks, valid_positions
+from mamba_jax.pallas_kernels.gpu import ssd as gpu
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
 # blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants one chunk at a time, a
@@ -60,6 +62,7 @@ def ssd(
     lengths: Int[Array, "b"] | None = None,
     segment_ids: Int[Array, "b l"] | None = None,
     num_segments: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b l h p"], Float[Array, "b *s h p n"]]:
     """Scan whole sequences.
 
@@ -80,6 +83,8 @@ def ssd(
         lengths: valid positions of each row, the rest is padding on the right.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
+        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes 16-bit x, B and C, headdim 64, d_state
+            64 or 128 and no segment_ids, and whose chunk size is its own; None is the kernel where it can run.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, h, p, n), or
@@ -88,6 +93,7 @@ def ssd(
     Raises:
         ValueError: if shapes or dtypes do not agree, chunk_size < 1, both lengths and segment_ids are given, or
             num_segments comes without segment_ids.
+        NotImplementedError: if implementation is "pallas" and the kernel cannot do this.
     """
     check_rank("x", x, "(b, l, h, p)")
     b, seqlen, h, p = x.shape
@@ -104,9 +110,33 @@ def ssd(
     if segment_ids is not None and num_segments is None:
         dA = jnp.where(later_starts(segment_ids)[..., None], WIPE, dA)
     if D is not None:
-        D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).reshape(g, h // g, p).astype(jnp.float32)
+        D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).astype(jnp.float32)
 
     plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
+    scan = dispatch(
+        implementation,
+        xla=partial(_scan_xla, plan),
+        pallas=_scan_gpu,
+        declined="segment_ids" if segment_ids is not None else gpu.declines(x, B),
+        hopper_only=True,
+    )
+    return scan(x, dt, dA, B, C, D, z, initial_state.astype(jnp.float32))
+
+
+def _scan_xla(
+    plan: ChunkPlan,
+    x: Float[Array, "b l h p"],
+    dt: Float[Array, "b l h"],
+    dA: Float[Array, "b l h"],
+    B: Float[Array, "b l g n"],
+    C: Float[Array, "b l g n"],
+    D: Float[Array, "h p"] | None,
+    z: Float[Array, "b l h p"] | None,
+    initial_state: Float[Array, "b *s h p n"],
+) -> tuple[Float[Array, "b l h p"], Float[Array, "b *s h p n"]]:
+    """Scan by XLA's operations, from step sizes and exponents that are ready."""
+    b, _, h, p = x.shape
+    g, n = B.shape[2:]
 
     def chunks(a: Array) -> Array:  # (b, l, h or g, ...) -> (b, c, g, q, heads of the group, ...)
         a = plan.lay(a)
@@ -120,10 +150,28 @@ def ssd(
         dt=chunks(dt).swapaxes(-1, -2),
         dA=chunks(dA).swapaxes(-1, -2),
     )
-    states = initial_state.astype(jnp.float32).reshape(b, s, g, h // g, p, n)
-    y, states = _scan_chunks(jnp.moveaxis(states, -1, 3), inputs, plan.segment, D)
+    skip = None if D is None else D.reshape(g, h // g, p)
+    states = initial_state.reshape(b, -1, g, h // g, p, n)
+    y, states = _scan_chunks(jnp.moveaxis(states, -1, 3), inputs, plan.segment, skip)
     y = jnp.moveaxis(y, 2, 3).reshape(b, -1, h, p)
-    return plan.restore(y), jnp.moveaxis(states, 3, -1).reshape(shape)
+    return plan.restore(y), jnp.moveaxis(states, 3, -1).reshape(initial_state.shape)
+
+
+def _scan_gpu(
+    x: Float[Array, "b l h p"],
+    dt: Float[Array, "b l h"],
+    dA: Float[Array, "b l h"],
+    B: Float[Array, "b l g n"],
+    C: Float[Array, "b l g n"],
+    D: Float[Array, "h p"] | None,
+    z: Float[Array, "b l h p"] | None,
+    initial_state: Float[Array, "b h p n"],
+) -> tuple[Float[Array, "b l h p"], Float[Array, "b h p n"]]:
+    """The same by the kernel; the gate follows it."""
+    y, state = gpu.ssd(x, dt, dA, B, C, D, initial_state)
+    if z is not None:
+        y = (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+    return y, state
 
 
 def ssd_step(

@@ -2,7 +2,7 @@
 
 A block runs the recurrence over some positions of 256 channels, two channels a thread, the state in registers. One such
 block is far less than a GPU, so rows are split in length too: a first pass finds where each split's state ends if it
-begins at zero, these are chained, and a second pass starts every split from its true state and makes the outputs. Both
+begins at zero, a small kernel chains these, and a second pass starts every split from its true state and makes the outputs. Both
 passes cost an exponential for each number of the state and position, which is what bounds them.
 """
 
@@ -17,12 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.ops.segments import chain_chunks
-
 _TILE = 256  # channels a block
 _STEP = 16  # positions a copy
 _STATE = 16  # d_state
-_BLOCKS = 528  # blocks to aim for: four on each of a large GPU's 132 multiprocessors
+_BLOCKS = 264  # blocks to aim for: two on each of a large GPU's 132 multiprocessors
 _SHORTEST = 64  # positions of a split
 
 
@@ -71,8 +69,7 @@ def selective_scan(
     starts = initial_state[:, None]
     if splits > 1:
         ends, sums = run((x, dt, B), vectors, lengths, None)
-        decay = jnp.exp2(sums[:, :, None] * rates)
-        starts, _ = chain_chunks(starts, decay, ends, None)
+        starts = _chain(ends, sums, rates, initial_state, interpret)
     y, ends = run((x, dt, B, C) if z is None else (x, dt, B, C, z), vectors, lengths, starts)
     return y[:, :l], ends[:, -1]
 
@@ -80,6 +77,43 @@ def selective_scan(
 def _pad(a: Array, length: int) -> Array:
     missing = length - a.shape[1]
     return a if missing == 0 else jnp.pad(a, ((0, 0), (0, missing), (0, 0)))
+
+
+def _compiler_params() -> plgpu.CompilerParams:
+    # A barrier around each load and store of a position would cost an eighth of the time.
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+def _chain(
+    ends: Float[Array, "b s n d"],
+    sums: Float[Array, "b s d"],
+    rates: Float[Array, "n d"],
+    initial_state: Float[Array, "b n d"],
+    interpret: Any,
+) -> Float[Array, "b s n d"]:
+    """The state that each split starts from."""
+    b, splits, n, d = ends.shape
+
+    def body(ends_ref, sums_ref, rates_ref, initial_ref, starts_ref):  # type: ignore[no-untyped-def]
+        i, row = lax.axis_index("state"), lax.axis_index("row")
+        channels = pl.ds(lax.axis_index("tile") * _TILE, _TILE)
+        state, rate = initial_ref[row, i, channels], rates_ref[i, channels]
+        for first in range(0, splits, 8):  # eight splits' loads are on their way together
+            group = range(first, min(first + 8, splits))
+            decays = [jnp.exp2(sums_ref[row, k, channels] * rate) for k in group]
+            added = [ends_ref[row, k, i, channels] for k in group]
+            for k, decay, end in zip(group, decays, added, strict=True):
+                starts_ref[row, k, i, channels] = state
+                state = decay * state + end
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(ends.shape, jnp.float32),
+        grid=(d // _TILE, n, b),
+        grid_names=("tile", "state", "row"),
+        interpret=interpret,
+        compiler_params=_compiler_params(),
+    )(ends, sums, rates, initial_state)
 
 
 def _run(
@@ -103,7 +137,7 @@ def _run(
         grid=(d // _TILE, splits, b),
         grid_names=("tile", "split", "row"),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=_compiler_params(),
     )
     return kernel(*inputs, vectors, lengths, *(() if starts is None else (starts,)))
 
@@ -140,7 +174,9 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):  # type: ignore[no-un
             step = step_size(dt[t], (split * steps + index[0]) * _STEP + t)
             return (*advance(state, step, x[t].astype(jnp.float32) * step, B, t), total + step)
 
-        return lax.fori_loop(0, _STEP, position, carry)
+        carry = lax.fori_loop(0, _STEP, position, carry)
+        plgpu.commit_smem()  # all threads have read: the next copy may begin
+        return carry
 
     def output(index, x, dt, B, C, *rest):
         *gate, state = rest
@@ -159,7 +195,9 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):  # type: ignore[no-un
             y_ref[row, at, channels] = out.astype(y_ref.dtype)
             return tuple(state)
 
-        return lax.fori_loop(0, _STEP, position, state)
+        state = lax.fori_loop(0, _STEP, position, state)
+        plgpu.commit_smem()
+        return state
 
     in_specs = [of_state if a.shape[2] == _STATE else of_channels for a in inputs]
     pipeline = partial(plgpu.emit_pipeline, grid=(steps,), in_specs=in_specs, max_concurrent_steps=2)

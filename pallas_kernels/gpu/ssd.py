@@ -126,18 +126,20 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
-    def product(a, b, *, a_turned=False, b_turned=False):
-        """`a @ b` in float32, of references or a registers' array a, each transposed if turned."""
+    def product(a, b, *, a_turned=False, b_turned=False, meanwhile=lambda: None):
+        """`a @ b` in float32, of references or an array a, each transposed if turned, and what is done meanwhile."""
         m, k = a.shape[0] if not a_turned else a.shape[1], b.shape[0] if b_turned else b.shape[1]
         if interpret:
             a, b = (v if isinstance(v, jax.Array) else v[...] for v in (a, b))
-            return lax.dot(a.T if a_turned else a, b.T if b_turned else b, preferred_element_type=jnp.float32)
+            out = lax.dot(a.T if a_turned else a, b.T if b_turned else b, preferred_element_type=jnp.float32)
+            return out, meanwhile()
         a = plgpu.transpose_ref(a, (1, 0)) if a_turned else a
         b = plgpu.transpose_ref(b, (1, 0)) if b_turned else b
 
         def multiply(acc):
             plgpu.wgmma(acc, a, b)
-            return acc[...]
+            done = meanwhile()
+            return acc[...], done
 
         return pl.run_scoped(multiply, plgpu.ACC((m, k), jnp.float32))
 
@@ -167,15 +169,6 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
 
             def chunk(i, state):
                 slot, copy = lax.rem(i, jnp.int32(_STAGES)), lax.rem(i, jnp.int32(_STATES))
-
-                @pl.when(i >= _STATES)
-                def _():
-                    plgpu.barrier_wait(state_free.at[copy])
-
-                state_copies[copy] = state.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(state_full.at[copy])
-
                 plgpu.barrier_wait(full.at[slot])
                 to_end = load_as(wgmma_rows, decays.at[slot, 2])
                 through = load_as(wgmma_rows, decays.at[slot, 3])
@@ -183,7 +176,16 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
                 weighted[...] = (x_chunk * lax.broadcast_in_dim(to_end, (CHUNK, p), [0])).astype(dtype)
                 plgpu.commit_smem()
 
-                update = product(weighted, B.at[slot], a_turned=True)
+                def hand_over():
+                    @pl.when(i >= _STATES)
+                    def _():
+                        plgpu.barrier_wait(state_free.at[copy])
+
+                    state_copies[copy] = state.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(state_full.at[copy])
+
+                update, _ = product(weighted, B.at[slot], a_turned=True, meanwhile=hand_over)
                 plgpu.barrier_arrive(consumed.at[slot])
                 return state * lax.broadcast_in_dim(through, (p, n), [0]) + update
 
@@ -201,19 +203,21 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
                 slot, copy = lax.rem(i, jnp.int32(_STAGES)), lax.rem(i, jnp.int32(_STATES))
                 plgpu.barrier_wait(full.at[slot])
 
-                scores = product(C.at[slot], B.at[slot], b_turned=True)
+                scores, _ = product(C.at[slot], B.at[slot], b_turned=True)
                 s = load_as(wgmma_rows, decays.at[slot, 0])
-                r = load_as(wgmma_columns, decays.at[slot, 1])
-                square = (CHUNK, CHUNK)
-                at, source = positions(square, 0), positions(square, 1)
-                decay = jnp.exp2(lax.broadcast_in_dim(s, square, [0]) - lax.broadcast_in_dim(r, square, [1]))
-                scores = jnp.where(at >= source, scores * decay, 0.0).astype(dtype)
+
+                def weigh():
+                    square = (CHUNK, CHUNK)
+                    r = load_as(wgmma_columns, decays.at[slot, 1])
+                    decay = jnp.exp2(lax.broadcast_in_dim(s, square, [0]) - lax.broadcast_in_dim(r, square, [1]))
+                    causal = positions(square, 0) >= positions(square, 1)
+                    return jnp.where(causal, scores * decay, 0.0).astype(dtype)
 
                 plgpu.barrier_wait(state_full.at[copy])
-
-                out = product(C.at[slot], state_copies.at[copy], b_turned=True)
+                out, scores = product(C.at[slot], state_copies.at[copy], b_turned=True, meanwhile=weigh)
                 plgpu.barrier_arrive(state_free.at[copy])
-                out = out * lax.broadcast_in_dim(jnp.exp2(s), (CHUNK, p), [0]) + product(scores, x.at[slot])
+                inside, _ = product(scores, x.at[slot])
+                out = out * lax.broadcast_in_dim(jnp.exp2(s), (CHUNK, p), [0]) + inside
                 if has_skip:
                     x_chunk = load_as(plgpu.Layout.WGMMA, x.at[slot]).astype(jnp.float32)
                     out = out + x_chunk * lax.broadcast_in_dim(skip, (CHUNK, p), [1])
