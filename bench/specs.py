@@ -62,6 +62,16 @@ SCAN_SPECS = (
     ScanSpec(name="limited", l=40, d=16, chunks=(16, 40), dt_limit=(0.1, 0.5), initial_state=True),
     ScanSpec(name="long", l=4096, d=8, n=8, chunks=(64, 4096)),
 )
+# Sizes that the kernels for GPUs take; they are interpreted, which is slow, so these are few and small.
+SSD_KERNEL_SPECS = (
+    SSDSpec(name="grouped", l=150, h=2, p=64, g=2, n=64, chunks=(64,), initial_state=True),
+    SSDSpec(name="limited", l=390, h=1, p=64, n=128, chunks=(64,), D="none", dt_limit=(0.1, 0.5)),
+    SSDSpec(name="gated", b=2, l=80, h=1, p=64, n=64, chunks=(64,), D="channel", gate=True, initial_state=True),
+)
+SCAN_KERNEL_SPECS = (
+    ScanSpec(name="gated", l=42, d=256, chunks=(16,), initial_state=True),
+    ScanSpec(name="rows", b=2, l=24, d=256, chunks=(16,), D=False, gate=False, dt_bias=False, initial_state=True),
+)
 # What a layer of the published 130M and 2.7B models asks for.
 SSD_BENCH = tuple(
     SSDSpec(name=f"mamba2-{size}-{length}", l=length, h=heads, p=64, n=128, chunks=(64, 128, 256))

@@ -97,7 +97,7 @@ def ssd(
     """
     check_rank("x", x, "(b, l, h, p)")
     b, seqlen, h, p = x.shape
-    g, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    _, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
     check_scan(chunk_size, dt_limit, lengths, segment_ids, num_segments, (b, seqlen))
     s = 1 if num_segments is None else num_segments
     shape = (b, h, p, n) if num_segments is None else (b, s, h, p, n)

@@ -2,8 +2,8 @@
 
 A block runs the recurrence over some positions of 256 channels, two channels a thread, the state in registers. One such
 block is far less than a GPU, so rows are split in length too: a first pass finds where each split's state ends if it
-begins at zero, a small kernel chains these, and a second pass starts every split from its true state and makes the outputs. Both
-passes cost an exponential for each number of the state and position, which is what bounds them.
+begins at zero, a small kernel chains these, and a second pass starts every split from its true state and makes the
+outputs. Both passes cost an exponential for each number of the state and position, which is what bounds them.
 """
 
 import math
@@ -57,7 +57,7 @@ def selective_scan(
     splits = -(-l // size)
     if lengths is None:
         lengths = jnp.full((b,), l, jnp.int32)
-    x, dt, B, C, z = (None if a is None else _pad(a, splits * size) for a in (x, dt, B, C, z))
+    x, dt, B, C = (_pad(a, splits * size) for a in (x, dt, B, C))
     float32 = jnp.float32
     rates = A.T.astype(float32) * (1.0 / math.log(2.0))
     channels = [jnp.zeros((d,), float32) if a is None else a.astype(float32) for a in (dt_bias, D, None)]
@@ -70,7 +70,8 @@ def selective_scan(
     if splits > 1:
         ends, sums = run((x, dt, B), vectors, lengths, None)
         starts = _chain(ends, sums, rates, initial_state, interpret)
-    y, ends = run((x, dt, B, C) if z is None else (x, dt, B, C, z), vectors, lengths, starts)
+    gate = () if z is None else (_pad(z, splits * size),)
+    y, ends = run((x, dt, B, C, *gate), vectors, lengths, starts)
     return y[:, :l], ends[:, -1]
 
 
@@ -94,7 +95,7 @@ def _chain(
     """The state that each split starts from."""
     b, splits, n, d = ends.shape
 
-    def body(ends_ref, sums_ref, rates_ref, initial_ref, starts_ref):  # type: ignore[no-untyped-def]
+    def body(ends_ref, sums_ref, rates_ref, initial_ref, starts_ref):
         i, row = lax.axis_index("state"), lax.axis_index("row")
         channels = pl.ds(lax.axis_index("tile") * _TILE, _TILE)
         state, rate = initial_ref[row, i, channels], rates_ref[i, channels]
@@ -128,7 +129,7 @@ def _run(
 ) -> tuple[Array, Array]:
     """One pass: (ends, sums of dt) from zero without `starts`, else (y, ends)."""
     x = inputs[0]
-    b, l, d = x.shape  # noqa: E741
+    b, _, d = x.shape
     ends = jax.ShapeDtypeStruct((b, splits, _STATE, d), jnp.float32)
     sums = jax.ShapeDtypeStruct((b, splits, d), jnp.float32)
     kernel = plgpu.kernel(
@@ -142,7 +143,7 @@ def _run(
     return kernel(*inputs, vectors, lengths, *(() if starts is None else (starts,)))
 
 
-def _kernel(count, outputs, dt_softplus, dt_limit, *refs):  # type: ignore[no-untyped-def]
+def _kernel(count, outputs, dt_softplus, dt_limit, *refs):
     inputs, (vectors_ref, lengths_ref, *others) = refs[:count], refs[count:]
     splits = others[-2 if not outputs else -1].shape[1]
     steps = inputs[0].shape[1] // splits // _STEP
@@ -214,7 +215,11 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):  # type: ignore[no-un
 
 
 def _softplus(x: Array) -> Array:
-    """log(1 + exp(x)), exact where exp(x) is small too: log(1 + u) is off as 1 + u is, and so is u / ((1 + u) - 1)."""
+    """log(1 + exp(x)), with log(1 + u) = 2 atanh(u / (2 + u)) by its series: a fast logarithm is coarse near 1."""
     u = jnp.exp(-jnp.abs(x))
-    grown = 1.0 + u
-    return jnp.maximum(x, 0.0) + jnp.where(grown == 1.0, u, jnp.log(grown) * u / (grown - 1.0))
+    s = u / (2.0 + u)
+    square = s * s
+    series = jnp.full_like(x, 1 / 15)
+    for k in (13, 11, 9, 7, 5, 3, 1):
+        series = series * square + 1 / k
+    return jnp.maximum(x, 0.0) + 2.0 * s * series

@@ -102,7 +102,7 @@ def _decays(dt: Float[Array, "b l h"], dA: Float[Array, "b l h"]) -> Float[Array
     return jnp.stack(rows, axis=3)
 
 
-def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final_ref, *, has_skip, interpret):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final_ref, *, has_skip, interpret):
     _, length, h, p = x_ref.shape
     g, n = B_ref.shape[2:]
     dtype = x_ref.dtype
