@@ -18,9 +18,12 @@ from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
-from mamba_jax.ops.dispatch import Implementation
+from mamba_jax.ops.dispatch import Implementation, check_implementation, dispatch
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
+from mamba_jax.pallas_kernels.gpu import mamba1_step as mamba1_kernels
+from mamba_jax.pallas_kernels.gpu import mamba2_step as mamba2_kernels
+from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
 from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
 from mamba_jax.scheduler.chunks import ChunkSize, as_chunk_size, default_chunk_size
 from mamba_jax.scheduler.signals import Watch, every_kth_layer
@@ -100,7 +103,9 @@ def hidden_states(
     return Reading(hidden, cache, tuple(inputs), jnp.stack(statistics) if statistics else None)
 
 
-def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
+def decode_step(
+    params: Params, tokens: Int[Array, "b"], cache: MambaCache, *, implementation: Implementation | None = None
+) -> tuple[Float[Array, "b v"], MambaCache]:
     """Float32 logits after one more token a row, and the cache; the recurrence itself, never the chunked scan."""
     config = params.config
     residual = _embed(params, tokens)
@@ -108,11 +113,12 @@ def decode_step(params: Params, tokens: Int[Array, "b"], cache: MambaCache) -> t
     ssm: list[Array] = []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            residual, conv_state, ssm_state = _step_layer(layer, config, residual, cache.conv[i], cache.ssm[i])
+            residual, conv_state, ssm_state = _step_layer(
+                layer, config, residual, cache.conv[i], cache.ssm[i], implementation=implementation
+            )
             conv.append(conv_state)
             ssm.append(ssm_state)
-    hidden = _block_norm(config, residual, params.norm_f, params.norm_f_bias)
-    return head(params, hidden), MambaCache(conv=tuple(conv), ssm=tuple(ssm))
+    return _step_head(params, residual, implementation), MambaCache(conv=tuple(conv), ssm=tuple(ssm))
 
 
 def head(params: Params, hidden: Float[Array, "... m"]) -> Float[Array, "... v"]:
@@ -206,23 +212,29 @@ def prefill(
 
 
 @default_rules()
-def step(params: Params, tokens: ArrayLike, cache: MambaCache) -> tuple[Float[Array, "b v"], MambaCache]:
+def step(
+    params: Params, tokens: ArrayLike, cache: MambaCache, *, implementation: Implementation | None = None
+) -> tuple[Float[Array, "b v"], MambaCache]:
     """One more token a row.
 
     Args:
         params: the model.
         tokens: (b,) integer ids.
         cache: the state before them (it is left as it was).
+        implementation: None takes the kernels in programs for NVIDIA GPUs where they take the model and the batch, and
+            XLA's ops otherwise; "xla" takes XLA's; "pallas" takes the kernels or raises.
 
     Returns:
         (b, padded vocab_size) float32 logits and the cache, of the same structure, shapes and dtypes.
 
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, the batch or the GPU.
     """
+    check_implementation(implementation)
     ids = _check_tokens(params, tokens, ndim=1)
     check_cache(cache, params.config, ids.shape[0], params.dtype)
-    return _step(params, ids, cache)
+    return _step(params, ids, cache, implementation=implementation)
 
 
 @jax.jit(static_argnames=("chunk_size", "output_hidden_states", "implementation"))
@@ -262,7 +274,7 @@ def _prefill(
     return head(params, last_valid(read.hidden, lengths)), read.cache
 
 
-_step = jax.jit(decode_step)
+_step = jax.jit(decode_step, static_argnames="implementation")
 
 
 def _embed(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... m"]:
@@ -304,20 +316,59 @@ def _read_layer(
     return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype), statistic
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def _step_layer(
     layer: Layer,
     config: MambaConfig,
     residual: Float[Array, "b m"],
     conv: Float[Array, "b w-1 channels"],
     ssm: Float[Array, "b ..."],
+    *,
+    implementation: Implementation | None,
 ) -> tuple[Array, Array, Array]:
-    u = _block_norm(config, residual, layer.norm, layer.norm_bias)
+    def xla(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        u = _block_norm(config, residual, layer.norm, layer.norm_bias)
+        if isinstance(layer, Mamba1Layer):
+            y, new_conv, new_ssm = mamba1_step(layer, config, u, conv, ssm)
+        else:
+            y, new_conv, new_ssm = mamba2_step(layer, config, u, conv, ssm)
+        return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
+
+    def pallas(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        if isinstance(layer, Mamba1Layer):
+            return mamba1_kernels.mamba1_layer_step(layer, config, residual, conv, ssm)
+        return mamba2_kernels.mamba2_layer_step(layer, config, residual, conv, ssm)
+
+    batch = residual.shape[0]
     if isinstance(layer, Mamba1Layer):
-        y, new_conv, new_ssm = mamba1_step(layer, config, u, conv, ssm)
+        declined = mamba1_kernels.declines(layer, config, batch)
     else:
-        y, new_conv, new_ssm = mamba2_step(layer, config, u, conv, ssm)
-    return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
+        declined = mamba2_kernels.declines(layer, config, batch)
+    return dispatch(implementation, xla=xla, pallas=pallas, declined=declined)(layer, residual, conv, ssm)
+
+
+def _step_head(
+    params: Params, residual: Float[Array, "b m"], implementation: Implementation | None
+) -> Float[Array, "b v"]:
+    config = params.config
+    weight = params.embedding if params.lm_head is None else params.lm_head
+
+    def xla(residual: Array, norm: Array, norm_bias: Array | None, weight: Array) -> Array:
+        hidden = _block_norm(config, residual, norm, norm_bias)
+        with jax.named_scope("head"):
+            return linear(hidden, weight, out_dtype=jnp.float32)
+
+    def pallas(residual: Array, norm: Array, norm_bias: Array | None, weight: Array) -> Array:
+        logits, _ = matvec_kernel.matvec(
+            weight, residual, norm=norm, eps=config.norm_eps, block_rows=4, name="norm_head"
+        )
+        return logits
+
+    declined = matvec_kernel.declines(weight, batch=residual.shape[0])
+    if config.block_norm != "rms":
+        declined = "a LayerNorm before the head"
+    chosen = dispatch(implementation, xla=xla, pallas=pallas, declined=declined)
+    return chosen(residual, params.norm_f, params.norm_f_bias, weight)
 
 
 def _block_norm(config: MambaConfig, residual: Array, weight: Array, bias: Array | None) -> Array:
