@@ -2,6 +2,10 @@
 
 import functools
 import math
+import multiprocessing
+import re
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +25,22 @@ from tests.tolerances import OP_ATOL
 RACES = InterpretGPUParams(detect_races=True)
 
 
-def interpreted(module, name, monkeypatch):
-    monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=RACES))
+@pytest.fixture(scope="module")
+def wide():
+    """A process of eight threads: in two, an interpreter's four warpgroups can wait for each other for ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPROC", "8")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield pool
+
+
+def interpreted_ssd(spec, dtype, lengths):
+    """What `ssd` gives with its kernel interpreted; arrays of numpy, which pass between processes."""
+    inputs = in_dtype(ssd_inputs(SSD_KERNEL_SPECS[spec]), dtype)
+    lengths = None if lengths is None else jnp.array(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssd_kernel, "ssd", functools.partial(ssd_kernel.ssd, interpret=RACES))
+        return jax.device_get(ssd(**inputs, chunk_size=64, lengths=lengths, implementation="pallas"))
 
 
 @pytest.mark.parametrize(
@@ -30,11 +48,15 @@ def interpreted(module, name, monkeypatch):
     [(0, "bfloat16", None), (1, "float16", None), (2, "bfloat16", (0, 70))],
     ids=["grouped", "limited", "gated-rows"],
 )
-def test_ssd_kernel_equals_the_recurrence(spec, dtype, lengths, monkeypatch):
+def test_ssd_kernel_equals_the_recurrence(wide, spec, dtype, lengths):
     """In whole chunks, more than the ring holds and a part of one; also rows of unequal lengths, one of them empty."""
-    interpreted(ssd_kernel, "ssd", monkeypatch)
-    inputs = in_dtype(ssd_inputs(SSD_KERNEL_SPECS[spec]), dtype)
-    check(ssd, ssd_ref, inputs, lengths, OP_ATOL[dtype])
+    got = wide.submit(interpreted_ssd, spec, dtype, lengths).result(timeout=120)
+    check(got, ssd_ref, in_dtype(ssd_inputs(SSD_KERNEL_SPECS[spec]), dtype), lengths, OP_ATOL[dtype])
+
+
+def interpret_scan(monkeypatch):
+    kernel = functools.partial(scan_kernel.selective_scan, interpret=RACES)
+    monkeypatch.setattr(scan_kernel, "selective_scan", kernel)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +65,18 @@ def test_ssd_kernel_equals_the_recurrence(spec, dtype, lengths, monkeypatch):
     ids=["gated-splits", "rows"],
 )
 def test_scan_kernel_equals_the_recurrence(spec, dtype, splits, lengths, monkeypatch):
-    interpreted(scan_kernel, "selective_scan", monkeypatch)
+    interpret_scan(monkeypatch)
     monkeypatch.setattr(scan_kernel, "_SHORTEST", 8)
     monkeypatch.setattr(scan_kernel, "_BLOCKS", splits * SCAN_KERNEL_SPECS[spec].b)
     inputs = in_dtype(scan_inputs(SCAN_KERNEL_SPECS[spec]), dtype)
-    check(selective_scan, selective_scan_ref, inputs, lengths, OP_ATOL[dtype])
+    row_lengths = None if lengths is None else jnp.array(lengths)
+    got = selective_scan(**inputs, chunk_size=16, lengths=row_lengths, implementation="pallas")
+    check(got, selective_scan_ref, inputs, lengths, OP_ATOL[dtype])
 
 
-def check(op, reference, inputs, lengths, atol):
+def check(got, reference, inputs, lengths, atol):
     """Every row up to its length; a row of no position keeps its state."""
-    y, state = op(
-        **inputs, chunk_size=64, lengths=None if lengths is None else jnp.array(lengths), implementation="pallas"
-    )
+    y, state = got
     assert y.dtype == inputs["x"].dtype
     assert state.dtype == jnp.float32
     for row, length in enumerate(lengths or (y.shape[1],) * y.shape[0]):
@@ -87,15 +109,15 @@ def test_programs_for_cuda_hold_the_kernel(case):
 
 @pytest.mark.parametrize("case", [0, 1])
 def test_programs_for_a_cpu_are_those_without_kernels(case):
+    """The same instructions once XLA has dropped the branch not taken; names and line numbers differ."""
     op, inputs = list(_cases("bfloat16"))[case]
-    texts = [
+    programs = [
         _lowered(functools.partial(op, implementation=name), inputs, "cpu").compile().as_text()
         for name in (None, "xla")
     ]
-    instructions = [
-        sorted(line.split(", metadata")[0].split("(")[0].split(" = ")[-1] for line in t.splitlines()) for t in texts
-    ]
-    assert instructions[0] == instructions[1]
+    default, xla = (Counter(re.findall(r" = (\S+ [a-z-]+)\(", program)) for program in programs)
+    assert len(xla) > 10
+    assert default == xla
 
 
 @pytest.mark.parametrize(
@@ -120,7 +142,7 @@ def test_what_the_scan_kernel_does_not_take():
 
 
 def test_gradient_of_the_kernel_is_the_op_s(monkeypatch):
-    interpreted(scan_kernel, "selective_scan", monkeypatch)
+    interpret_scan(monkeypatch)
     spec = ScanSpec(name="short", l=16, d=256, chunks=(16,), initial_state=True)
     inputs = scan_inputs(spec)
 
