@@ -30,6 +30,22 @@ calls = {
     "generate": lambda params: generate(params, [1]),
     "score": lambda params: score(params, [1, 2]),
 }
+# XLA can't split a kernel: what lies on several devices takes its own operations.
+kernels = {"d_model": 256, "d_inner": 256, "d_state": 64, "headdim": 64, "n_layer": 1}
+taken = tiny_params("mamba2", "bfloat16", **kernels)
+spread = jax.device_put(taken, NamedSharding(mesh, P()))
+for model, held in ((taken, True), (spread, False)):
+    for ids, read in ((np.ones((1, 64), np.int32), forward), (np.ones(1, np.int32), step)):
+        rest = () if read is forward else (init_cache(taken.config, 1, "bfloat16"),)
+        lowered = jax.jit(read).trace(model, ids, *rest).lower(lowering_platforms=("cuda",))
+        assert ("mosaic_gpu" in lowered.as_text()) == held, (held, read)
+try:
+    step(spread, [1], init_cache(taken.config, 1, "bfloat16"), implementation="pallas")
+except NotImplementedError as error:
+    assert "arrays on a mesh of several devices" in str(error), error
+else:
+    raise AssertionError("pallas")
+
 explicit = jax.device_put(params, NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,)), P()))
 apart = params.replace(embedding=second.embedding)
 for name, call in calls.items():

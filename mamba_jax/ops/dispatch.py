@@ -32,33 +32,36 @@ def dispatch(
     """Choose between an XLA op and its kernel.
 
     Args:
-        implementation: None takes the kernel in programs for CUDA if it takes the arguments and the GPU at hand can run
-            it, and the XLA op otherwise; "xla" takes the XLA op; "pallas" takes the kernel or raises.
+        implementation: None takes the kernel in programs for CUDA if it takes the arguments, which lie on one device,
+            and the GPU at hand can run it, and the XLA op otherwise; "xla" takes the XLA op; "pallas" takes the kernel
+            or raises.
         xla: the op for any platform. Gradients, also the kernel's, are its gradients.
         pallas: the kernel, of the same arguments and results: pytrees of arrays.
         declined: why the kernel does not take these arguments; None if it does.
         hopper_only: the kernel runs on compute capability 9 only, and not on newer GPUs.
 
     Returns:
-        The function to call with the op's arrays.
+        The function to call with the op's arrays. It raises a `NotImplementedError` if implementation is "pallas" and
+        the kernel does not take the arguments, or no GPU at hand can run it.
 
     Raises:
         ValueError: if implementation is no such name.
-        NotImplementedError: if implementation is "pallas" and the kernel does not take the arguments, or no GPU at
-            hand can run it.
     """
     check_implementation(implementation)
     if implementation == "xla":
         return xla
     declined = declined or _device_lacks(hopper_only)
-    if implementation == "pallas":
-        if declined is not None:
-            raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {declined}")
-        return with_gradient(pallas, xla)
-    if declined is not None:
-        return xla
     kernel = with_gradient(pallas, xla)
-    return lambda *args: jax.lax.platform_dependent(*args, cuda=kernel, default=xla)
+
+    def choose(*args: Any) -> Any:
+        why = declined or ("arrays on a mesh of several devices" if _on_mesh(args) else None)
+        if implementation == "pallas":
+            if why is not None:
+                raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
+            return kernel(*args)
+        return xla(*args) if why is not None else jax.lax.platform_dependent(*args, cuda=kernel, default=xla)
+
+    return choose
 
 
 def with_gradient(pallas: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,3 +101,13 @@ def _device_lacks(hopper_only: bool) -> str | None:
         wanted = "9" if hopper_only else "9 or more"
         return f"a GPU of compute capability {capability or 'unknown'} (wanted: {wanted})"
     return None
+
+
+def _on_mesh(args: Any) -> bool:
+    """Whether XLA is to split these arrays over devices, which it cannot do with a kernel; inside a `shard_map` not."""
+    meshes = {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)}
+    return any(
+        size > 1 and kind != jax.sharding.AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )

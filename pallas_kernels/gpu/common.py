@@ -102,6 +102,11 @@ def vector_width(size: int) -> int | None:
     return next((vector for vector in (8, 4, 2) if size % (THREADS * vector) == 0), None)
 
 
+def unrounded(dtype: Any) -> Any:
+    """What gated outputs are kept in between kernels: a weight's dtype, but for float16, whose range they may leave."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
+
+
 def silu(x: Any) -> Any:
     """Multiply x by its sigmoid."""
     return x / (1.0 + jnp.exp(-x))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
-from mamba_jax.pallas_kernels.gpu.common import LANES, THREADS, Registers, call, silu, softplus
+from mamba_jax.pallas_kernels.gpu.common import LANES, THREADS, Registers, call, silu, softplus, unrounded
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
 from mamba_jax.params import Mamba1Layer
 
@@ -75,7 +75,7 @@ def mamba1_layer_step(
     assert window is not None
     selected, _ = matvec(layer.x_proj, xz, block_rows=2, name="x_proj", interpret=interpret)
     y, ssm_state = state_update(
-        xz, selected, layer, config, ssm_state, out_dtype=layer.out_proj.dtype, interpret=interpret
+        xz, selected, layer, config, ssm_state, out_dtype=unrounded(layer.out_proj.dtype), interpret=interpret
     )
     residual, _ = matvec(
         layer.out_proj,

@@ -18,7 +18,16 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
-from mamba_jax.pallas_kernels.gpu.common import LANES, Registers, call, convolve, rows_layout, silu, softplus
+from mamba_jax.pallas_kernels.gpu.common import (
+    LANES,
+    Registers,
+    call,
+    convolve,
+    rows_layout,
+    silu,
+    softplus,
+    unrounded,
+)
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
 from mamba_jax.params import Mamba2Layer
 
@@ -75,7 +84,7 @@ def mamba2_layer_step(
     )
     assert window is not None
     y, window, ssm_state = state_update(
-        zxbcdt, layer, c, window, ssm_state, out_dtype=layer.out_proj.dtype, interpret=interpret
+        zxbcdt, layer, c, window, ssm_state, out_dtype=unrounded(layer.out_proj.dtype), interpret=interpret
     )
     residual, _ = matvec(
         layer.out_proj,
