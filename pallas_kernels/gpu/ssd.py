@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 CHUNK = 64
 _STAGES = 4  # chunks in the ring; even, so that an output warpgroup meets every turn of its slots
 _STATES = 2  # rounded states waiting for the output warpgroups, one for each
+_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # the index that `plgpu.load` took before 0.11
 _STATE, _LOAD = 2, 3  # warpgroups; 0 and 1 make the outputs
 # Rows of the decays: s (running sum of dt A), r (s - log dt), both over log 2; exp(s_last - s) dt; exp(s_last).
 _ROWS = 4
@@ -119,7 +120,7 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
 
     # Pallas's interpreter knows no layouts, and multiplies neither transposed references nor arrays.
     def load_as(layout, ref, *, optimized=True):
-        return ref[...] if interpret else plgpu.load(ref, (), layout=layout, optimized=optimized)
+        return ref[...] if interpret else plgpu.load(ref, *_WHOLE, layout=layout, optimized=optimized)
 
     def positions(shape, axis):
         if interpret:
@@ -133,8 +134,8 @@ def _kernel(x_ref, B_ref, C_ref, decays_ref, skip_ref, initial_ref, y_ref, final
             a, b = (v if isinstance(v, jax.Array) else v[...] for v in (a, b))
             out = lax.dot(a.T if a_turned else a, b.T if b_turned else b, preferred_element_type=jnp.float32)
             return out, meanwhile()
-        a = plgpu.transpose_ref(a, (1, 0)) if a_turned else a
-        b = plgpu.transpose_ref(b, (1, 0)) if b_turned else b
+        a = a.transpose((1, 0)) if a_turned else a
+        b = b.transpose((1, 0)) if b_turned else b
 
         def multiply(acc):
             plgpu.wgmma(acc, a, b)
