@@ -32,7 +32,7 @@ SIZES = {
         "dt_limit": (0.01, 0.2),
     },
 }
-BATCHES = {"mamba1": 2, "mamba1-no-conv-bias": 1, "mamba2": 2, "mamba2-groups-D": 1}
+BATCHES = {"mamba1": 1, "mamba1-no-conv-bias": 1, "mamba2": 2, "mamba2-groups-D": 1}
 
 
 def model(name, dtype="bfloat16", **changes):
