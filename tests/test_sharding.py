@@ -8,6 +8,7 @@ _SCRIPT = """
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mamba_jax import forward, generate, init_cache, prefill, score, step
+from mamba_jax.ops import dispatch
 from tests.tiny import tiny_params
 
 params = tiny_params("mamba2")
@@ -31,6 +32,7 @@ calls = {
     "score": lambda params: score(params, [1, 2]),
 }
 # XLA can't split a kernel: what lies on several devices takes its own operations.
+dispatch.KERNELS_BY_DEFAULT = True
 kernels = {"d_model": 256, "d_inner": 256, "d_state": 64, "headdim": 64, "n_layer": 1}
 taken = tiny_params("mamba2", "bfloat16", **kernels)
 spread = jax.device_put(taken, NamedSharding(mesh, P()))

@@ -161,7 +161,7 @@ def forward(
         chunk_size: of the scans, one for all layers or a tuple with one a layer; speed only, never results. "auto"
             picks one for the platform and the length.
         output_hidden_states: also return the hidden states.
-        implementation: of the scans: "xla"; "pallas", the kernels for NVIDIA GPUs; None is the kernel where it can run.
+        implementation: of the scans: "xla"; "pallas", the kernels for NVIDIA GPUs; None leaves it to `ops.dispatch`.
 
     Returns:
         (b, l, padded vocab_size) float32 logits; with output_hidden_states, also a tuple of n_layer + 1 arrays
@@ -221,8 +221,8 @@ def step(
         params: the model.
         tokens: (b,) integer ids.
         cache: the state before them (it is left as it was).
-        implementation: None takes the kernels in programs for NVIDIA GPUs where they take the model and the batch, and
-            XLA's ops otherwise; "xla" takes XLA's; "pallas" takes the kernels or raises.
+        implementation: "xla" takes XLA's ops; "pallas" takes the kernels for NVIDIA GPUs or raises; None leaves it to
+            `ops.dispatch`.
 
     Returns:
         (b, padded vocab_size) float32 logits and the cache, of the same structure, shapes and dtypes.

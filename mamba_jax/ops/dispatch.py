@@ -13,6 +13,9 @@ from jax.custom_batching import custom_vmap
 
 Implementation = Literal["xla", "pallas"]
 
+# Whether None takes kernels. Not before what is here has run whole on a GPU: its parts have, in forms since changed.
+KERNELS_BY_DEFAULT = False
+
 
 def check_implementation(implementation: Implementation | None) -> None:
     """Raise a `ValueError` unless `implementation` is None or one of the names."""
@@ -32,9 +35,9 @@ def dispatch(
     """Choose between an XLA op and its kernel.
 
     Args:
-        implementation: None takes the kernel in programs for CUDA if it takes the arguments, which lie on one device,
-            and the GPU at hand can run it, and the XLA op otherwise; "xla" takes the XLA op; "pallas" takes the kernel
-            or raises.
+        implementation: "xla" takes the XLA op; "pallas" takes the kernel or raises; None takes the XLA op, or with
+            KERNELS_BY_DEFAULT the kernel in programs for CUDA if it takes the arguments, which lie on one device, and
+            the GPU at hand can run it.
         xla: the op for any platform. Gradients, also the kernel's, are its gradients.
         pallas: the kernel, of the same arguments and results: pytrees of arrays.
         declined: why the kernel does not take these arguments; None if it does.
@@ -48,7 +51,7 @@ def dispatch(
         ValueError: if implementation is no such name.
     """
     check_implementation(implementation)
-    if implementation == "xla":
+    if implementation == "xla" or (implementation is None and not KERNELS_BY_DEFAULT):
         return xla
     declined = declined or _device_lacks(hopper_only)
     kernel = with_gradient(pallas, xla)

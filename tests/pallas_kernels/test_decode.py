@@ -10,6 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from mamba_jax import cast_params, init_cache, step
 from mamba_jax.models import lm
+from mamba_jax.ops import dispatch
 from mamba_jax.pallas_kernels.gpu.mamba1_step import mamba1_layer_step
 from mamba_jax.pallas_kernels.gpu.mamba2_step import mamba2_layer_step
 from mamba_jax.pallas_kernels.gpu.matvec import matvec
@@ -155,3 +156,10 @@ def test_an_implementation_of_another_name_is_an_error():
     params = model("mamba2")
     with pytest.raises(ValueError, match="implementation: got 'triton', wanted None, 'xla' or 'pallas'"):
         step(params, np.zeros(1, np.int32), init_cache(params.config, 1, params.dtype), implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2"])
+def test_a_program_holds_kernels_only_where_they_are_wanted(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS_BY_DEFAULT", False)
+    assert "mosaic_gpu" not in decode_text(model(name), "cuda")
+    assert "mosaic_gpu" in decode_text(model(name), "cuda", implementation="pallas")
