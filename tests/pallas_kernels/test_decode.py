@@ -161,5 +161,7 @@ def test_an_implementation_of_another_name_is_an_error():
 @pytest.mark.parametrize("name", ["mamba1", "mamba2"])
 def test_a_program_holds_kernels_only_where_they_are_wanted(name, monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS_BY_DEFAULT", False)
+    jax.clear_caches()
     assert "mosaic_gpu" not in decode_text(model(name), "cuda")
     assert "mosaic_gpu" in decode_text(model(name), "cuda", implementation="pallas")
+    jax.clear_caches()
