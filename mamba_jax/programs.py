@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
+from mamba_jax.ops import dispatch
 from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
@@ -248,6 +249,7 @@ def _key(params: Params, spec: Spec) -> ProgramKey:
         chunk_size=spec.chunk_size,
         placement=(device.platform, device.device_kind, shardings),
         variant=("sample" if spec.sampling else "greedy") if spec.kind == "decode" else variant,
+        implementation="pallas" if dispatch.KERNELS_BY_DEFAULT else "xla",
     )
 
 

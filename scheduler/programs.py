@@ -30,6 +30,7 @@ class ProgramKey:
         chunk_size: of the scans, one for all layers or one a layer; 0 where there is none.
         placement: platform, device kind and sharding of the weights.
         variant: options that change the program ("greedy", "sample", an estimator).
+        implementation: of the ops: "xla", or "pallas" where kernels are taken as far as they go.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class ProgramKey:
     chunk_size: ChunkSize
     placement: Hashable
     variant: str = ""
+    implementation: str = "xla"
 
     def __str__(self) -> str:
         variant = f" {self.variant}" if self.variant else ""
