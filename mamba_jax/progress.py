@@ -2,10 +2,11 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_open: list[Any] = []  # the bars that are shown now
+_open: list[tuple[int, Any]] = []  # the bars that are shown now, with the threads that show them
 
 
 def at_terminal() -> bool:
@@ -19,7 +20,8 @@ def track(
 ) -> Iterator[Callable[[int], None]]:
     """Show a bar, which a terminal takes away when the work is done; gives the function that advances it.
 
-    Inside another one it is a further line below that, which goes away when its own work is done.
+    Inside another one it is a further line below that, which goes away when its own work is done. While a thread shows
+    one, other threads show none.
 
     Args:
         label: what is going on.
@@ -31,12 +33,17 @@ def track(
     if not (terminal if show is None else show):
         yield lambda _: None
         return
+    thread = threading.get_ident()
     if _open:
-        task = _open[-1].add_task(label, total=total)
+        owner, outer = _open[-1]
+        if owner != thread:
+            yield lambda _: None
+            return
+        task = outer.add_task(label, total=total)
         try:
-            yield lambda count: _open[-1].advance(task, count)
+            yield lambda count: outer.advance(task, count)
         finally:
-            _open[-1].remove_task(task)
+            outer.remove_task(task)
         return
     from rich import progress as bars
     from rich.console import Console
@@ -45,8 +52,9 @@ def track(
     columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount, bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=Console(stderr=True), transient=terminal) as bar:
         task = bar.add_task(label, total=total)
-        _open.append(bar)
+        shown = (thread, bar)
+        _open.append(shown)
         try:
             yield lambda count: bar.advance(task, count)
         finally:
-            _open.remove(bar)
+            _open.remove(shown)

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from mamba_jax.checkpoints.files import CONFIG_FILES, TOKENIZER_FILES, TOKENIZER_MARKS, has_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_LOADING = threading.Lock()
 _CANNOT_LOAD = (
     "tokenizer: cannot load one from {source}: {error}. Pass the argument `tokenizer` (command line: --tokenizer PATH) "
     "with a folder or a hub id that has one"
@@ -98,14 +100,15 @@ def _hub_folder(repository: str) -> Path:
 @functools.lru_cache(maxsize=16)
 def _auto_tokenizer(folder: str, files: tuple[tuple[str, int, int, int], ...]) -> Tokenizer:
     del files  # they tell the cache when to forget
-    with _without_advice():
-        from transformers import AutoTokenizer
+    with _LOADING:  # what transformers imports on demand, two threads cannot import at once
+        with _without_advice():
+            from transformers import AutoTokenizer
 
-    try:
-        # Naming trust_remote_code keeps transformers from asking at the terminal whether to run a hub's code.
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ValueError(_CANNOT_LOAD.format(source=folder, error=error)) from error
+        try:
+            # Naming trust_remote_code keeps transformers from asking at the terminal whether to run a hub's code.
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ValueError(_CANNOT_LOAD.format(source=folder, error=error)) from error
 
 
 @contextlib.contextmanager

@@ -108,13 +108,18 @@ def specs_for(
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 0")
     if unknown := set(tasks) - {"generate", "score", "embed"}:
         raise ValueError(f"tasks: got {sorted(unknown)}, wanted some of 'generate', 'score', 'embed'")
+    chosen = [as_policy(policy) for policy in policies]  # once: they may be a generator
+    if not chosen:
+        raise ValueError("policies: got none, wanted at least one (None: the default)")
     low, high = lengths
+    if not 1 <= low <= high:
+        raise ValueError(f"lengths: got {low} to {high}, wanted at least 1, and the fewest first")
     found: dict[Spec, None] = {}
     for rows in batches:
         for task in tasks:
             # Generation reads its own text again where a stop string ended it and the cache is wanted.
             last = high + max_new_tokens if task == "generate" else high
-            for policy in map(as_policy, policies) if task == "generate" else [None]:
+            for policy in chosen if task == "generate" else [None]:
                 kind = "prefill" if task == "generate" else task
                 reading = programs_for(model, rows, low, last, policy)
                 found |= dict.fromkeys(reading_specs(kind, rows, reading))

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import statistics
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def read_calibrations(path: Path) -> tuple[Calibration, ...]:
         if content["version"] != VERSION:
             raise ValueError(f"got version {content['version']!r}, wanted {VERSION}")
         return tuple(_from_json(content["device"], entry) for entry in content["calibrations"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: no table of timings: {error}") from error
 
 
@@ -145,7 +146,7 @@ def write_calibration(calibration: Calibration, folder: Path | None = None) -> P
     entries = sorted((_to_json(each) for each in (*kept, calibration)), key=lambda entry: json.dumps(entry["shape"]))
     content = {"version": VERSION, "device": calibration.device, "calibrations": entries}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # another process may be writing too
     partial.write_text(_compact(content), encoding="utf-8")
     partial.replace(path)
     return path
@@ -193,11 +194,32 @@ def _to_json(calibration: Calibration) -> dict[str, Any]:
 
 def _from_json(device: str, entry: Mapping[str, Any]) -> Calibration:
     dims = dict(entry["shape"])
-    dtype, batch = dims.pop("dtype"), dims.pop("batch")
+    batch, dtype = _count(dims, "batch"), dims.pop("dtype")
+    del dims["batch"]
+    if "layer" not in dims:
+        raise ValueError("shape: got no layer")
+    for name in dims.keys() - {"layer"}:
+        _count(dims, name, least=0)
+    shape = Shape(tuple(dims.items()), dtype, batch)
     timings = tuple(
-        Timing(t["length"], t["chunk_size"], tuple(t.get("seconds", ())), t.get("dropped")) for t in entry["timings"]
+        Timing(_count(t, "length"), _count(t, "chunk_size"), _seconds(t), t.get("dropped")) for t in entry["timings"]
     )
-    return Calibration(device, Shape(tuple(dims.items()), dtype, batch), entry["jax"], entry["date"], timings)
+    return Calibration(device, shape, entry["jax"], entry["date"], timings)
+
+
+def _count(entry: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = entry[name]
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
+    return value
+
+
+def _seconds(entry: Mapping[str, Any]) -> tuple[float, ...]:
+    samples = entry.get("seconds", ())
+    for value in samples:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"seconds: got {value!r}, wanted numbers above 0")
+    return tuple(samples)
 
 
 def _compact(content: dict[str, Any]) -> str:

@@ -84,6 +84,8 @@ def test_policies_and_tasks_have_programs_of_their_own():
     assert Spec("prefill", 4, 64, 16) in wanted(policies=["static:16"])
     assert not any(spec.kind == "decode" for spec in wanted(max_new_tokens=0))
     assert {spec.kind for spec in wanted(tasks=["score"])} == {"init", "score"}
+    several = {"batch": (1, 3), "policies": ["static:16", "static:32"]}
+    assert wanted(**several | {"policies": iter(several["policies"])}) == wanted(**several)
     by_entropy = wanted(policies=["corey-default"], lengths=(1, 5000))
     assert {spec.length for spec in by_entropy if spec.watch} >= {1024, 2048}
     assert {spec.chunk_size for spec in by_entropy if spec.length == 1024 and not spec.watch} >= {32, 64, 128, 256, 512}
@@ -95,7 +97,9 @@ def test_policies_and_tasks_have_programs_of_their_own():
         ({"batch": []}, "batch: got no"),
         ({"batch": 0}, "batch: got 0"),
         ({"lengths": (0, 5)}, "lengths: got 0"),
-        ({"lengths": (9, 5)}, "lengths: got 9 to"),
+        ({"lengths": (9, 5)}, "lengths: got 9 to 5"),
+        ({"lengths": (9, 5), "max_new_tokens": 20}, "lengths: got 9 to 5"),
+        ({"policies": []}, "policies: got none"),
         ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
         ({"tasks": ["train"]}, r"tasks: got \['train'\]"),
         ({"policies": ["none"]}, "policy: got 'none'"),

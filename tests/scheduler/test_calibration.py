@@ -82,6 +82,14 @@ def test_an_own_table_goes_before_a_shipped_one(folder):
     assert find_calibration("Test Device", shape()).best[256].chunk_size == 32
 
 
+def table(shape=None, **changes):
+    """A file of one timing, with changes."""
+    shape = shape or {"layer": "mamba2", "d_model": 8, "dtype": "float32", "batch": 1}
+    timing = {"length": 16, "chunk_size": 16, "seconds": [0.1]} | changes
+    entry = {"shape": shape, "jax": "0.10.2", "date": "2026-01-01", "timings": [timing]}
+    return json.dumps({"version": 1, "device": "d", "calibrations": [entry]})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -89,6 +97,16 @@ def test_an_own_table_goes_before_a_shipped_one(folder):
         ('{"version": 2, "device": "d", "calibrations": []}', "got version 2, wanted 1"),
         ('{"version": 1, "device": "d", "calibrations": [{}]}', "shape"),
         ("[]", "no table of timings"),
+        ("[" * 100_000, "no table of timings"),
+        (table(chunk_size="16"), "chunk_size: got '16', wanted an integer of at least 1"),
+        (table(chunk_size=0), "chunk_size: got 0, wanted an integer of at least 1"),
+        (table(length=16.5), "length: got 16.5, wanted an integer of at least 1"),
+        (table(length=True), "length: got True, wanted an integer of at least 1"),
+        (table(seconds=["a"]), "seconds: got 'a', wanted numbers above 0"),
+        (table(seconds=[0.1, -0.1]), "seconds: got -0.1, wanted numbers above 0"),
+        (table(shape={"layer": "mamba2", "d_model": "x", "dtype": "float32", "batch": 1}), "d_model: got 'x'"),
+        (table(shape={"d_model": 8, "dtype": "float32", "batch": 1}), "layer"),
+        (table(shape={"layer": "mamba2", "d_model": 8, "dtype": "float32", "batch": -4}), "batch: got -4"),
     ],
 )
 def test_a_file_of_another_kind_is_named(tmp_path, content, message):
