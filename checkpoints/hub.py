@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from mamba_jax.arguments import as_path
 from mamba_jax.checkpoints.files import (
     CONFIG_FILES,
     GENERATION_CONFIG,
@@ -34,7 +35,7 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
     """
     if not isinstance(name, str | os.PathLike):
         raise ValueError(f"path_or_hub_id: got {name!r:.80}, wanted a folder, or a hub id such as 'owner/name'")
-    text, path = os.fspath(name), Path(name).expanduser()
+    text, path = os.fspath(name), as_path("path_or_hub_id", name)
     if text and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision: got {revision!r} for the local folder {path}, wanted None")

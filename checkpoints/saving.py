@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mamba_jax.arguments import as_integer
+from mamba_jax.arguments import as_integer, as_path
 from mamba_jax.checkpoints.config_writing import write_config, write_generation_config
 from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_FILES
 from mamba_jax.checkpoints.hub import download
@@ -47,7 +47,7 @@ def save(
         raise ValueError(f"directory: got {directory!r:.80}, wanted the path of a folder")
     check_params(params)  # others would not load
     config = write_config(params.config, params.text, params.dtype.name, layout)
-    target = Path(directory).expanduser()
+    target = as_path("directory", directory)
     _refuse_occupied(target)
     tokenizer = _tokenizer_folder(params.text.tokenizer)
     created = not target.exists()
@@ -81,8 +81,8 @@ def _refuse_occupied(target: Path) -> None:
 
 
 def _tokenizer_folder(tokenizer: str | None) -> Path | None:
-    if tokenizer is None or Path(tokenizer).is_dir():
-        return None if tokenizer is None else Path(tokenizer)
+    if tokenizer is None or (folder := as_path("tokenizer", tokenizer)).is_dir():
+        return None if tokenizer is None else folder
     return download(tokenizer, list(TOKENIZER_FILES), revision=None, progress=False)
 
 

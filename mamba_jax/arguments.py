@@ -1,10 +1,11 @@
-"""What callers pass as arguments: numbers of Python, numpy or JAX (but no bools and no text), dtypes, arrays.
+"""What callers pass as arguments: numbers of Python, numpy or JAX (but no bools and no text), dtypes, arrays, paths.
 
 What does not fit is a `ValueError` that names the argument, what came and what was wanted.
 """
 
 import math
 from collections.abc import Callable, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +23,11 @@ def is_integer(value: Any) -> bool:
     return value.ndim == 0 and jnp.issubdtype(dtype, jnp.integer)
 
 
-def as_integer(name: str, value: Any, low: int) -> int:
-    """A single integer, at least `low`."""
-    if not is_integer(value) or value < low:
-        raise ValueError(f"{name}: got {value!r:.80}, wanted an integer of at least {low}")
+def as_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A single integer, at least `low` and at most `high`."""
+    if not is_integer(value) or value < low or (high is not None and value > high):
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}: got {shown(value)}, wanted an integer {wanted}")
     return int(value)
 
 
@@ -53,6 +55,17 @@ def as_number(name: str, value: Any, accept: Callable[[float], bool], wanted: st
     return number
 
 
+def as_path(name: str, value: Any) -> Path:
+    """A path, a home folder at its beginning ("~" or "~user") written out."""
+    try:
+        path = Path(value)
+        if "\0" in str(path):
+            raise ValueError("a path holds no null character")
+        return path.expanduser()
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: there is no such user, or no home
+        raise ValueError(f"{name}: got {value!r:.80}, wanted a path: {error}") from error
+
+
 def float_dtype(name: str, value: Any) -> np.dtype:
     """A dtype that weights may have, from anything that names one."""
     try:
@@ -67,6 +80,14 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 def is_array(value: Any, shape: tuple[int, ...], dtypes: Sequence[str]) -> bool:
     """Whether it is an array (of JAX or numpy) of that shape and one of the dtypes."""
     return getattr(value, "shape", None) == shape and value.dtype.name in dtypes
+
+
+def shown(value: Any) -> str:
+    """A value in an error message, cut short; an integer may have more digits than Python prints."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits"
 
 
 def describe(value: Any) -> str:

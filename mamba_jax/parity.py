@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from mamba_jax.arguments import as_path
 from mamba_jax.checkpoints import save
 from mamba_jax.generate import as_rows, generate
 from mamba_jax.models import forward
@@ -139,7 +140,7 @@ def against(params: Params, what: str, *, text: str | None = None, tokenizer: To
         return compare(params, from_transformers(params, ids, default_prompts(ids), asked), asked)
     if what == "mamba_ssm":
         return compare(params, from_mamba_ssm(params, ids, default_prompts(ids), asked), asked)
-    return compare(params, recorded(Path(what), params.dtype.name), asked)
+    return compare(params, recorded(as_path("what", what), params.dtype.name), asked)
 
 
 def compare(params: Params, theirs: Outputs, text: Sequence[int] | None = None) -> Parity:

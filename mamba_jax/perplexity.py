@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mamba_jax import records
-from mamba_jax.arguments import as_integer
+from mamba_jax.arguments import as_integer, as_path
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
 from mamba_jax.planning import DEFAULT_POLICY, as_policy
@@ -98,8 +98,9 @@ def perplexity(
             "stride": None if window is None else stride,
             "policy": DEFAULT_POLICY if chosen is None else chosen.name,
         }
-        records.claim(Path(out), {"config": config, "batch": batch})
-        path = Path(out) / "windows.jsonl"
+        folder = as_path("out", out)
+        records.claim(folder, {"config": config, "batch": batch})
+        path = folder / "windows.jsonl"
         done = records.read_lines(path)
     several = len(spans) > 1
     with track("Windows", len(spans), show=None if several else False) as advance:

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Siz
 from pathlib import Path
 from typing import Any, Protocol
 
+from mamba_jax.arguments import as_path
 from mamba_jax.checkpoints.files import CONFIG_FILES, TOKENIZER_FILES, TOKENIZER_MARKS, has_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -64,7 +65,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises:
         ValueError: if there is no tokenizer, or it cannot be read; the message names the source.
     """
-    path = Path(source).expanduser()
+    path = as_path("tokenizer", source)
     if path.is_file():
         path = path.parent
     if path.is_dir():

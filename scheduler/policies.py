@@ -14,11 +14,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from mamba_jax.arguments import as_path
 from mamba_jax.scheduler.signals import Estimator, Kind
 
 COARSE_BUCKETS = (32, 64, 128, 256, 512)
@@ -784,7 +784,7 @@ _MAKERS: Mapping[str, Maker] = {
     "entropy": _entropy,
     "length": _length,
     "layers": lambda rest: PerLayer(tuple(_whole(chunk, "chunks with commas") for chunk in rest.split(","))),
-    "table": lambda path: LearnedTable.from_json(Path(path).read_text(), f"table:{path}"),
+    "table": lambda path: LearnedTable.from_json(as_path("table", path).read_text(), f"table:{path}"),
 }
 
 

@@ -47,7 +47,7 @@ def params(model):
 @pytest.fixture(scope="module", autouse=True)
 def cache_folder(tmp_path_factory):
     """Keep compiled programs of these tests away from the user's, and leave JAX as it was."""
-    names = ["dir", "min_compile_time_secs", "min_entry_size_bytes"]
+    names = ["dir", "min_compile_time_secs", "min_entry_size_bytes", "enable_xla_caches"]
     names = ["jax_compilation_cache_dir", *(f"jax_persistent_cache_{name}" for name in names[1:])]
     before = {name: getattr(jax.config, name) for name in names}
     folder = tmp_path_factory.mktemp("cache")

@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_jax import records
 from mamba_jax import text as text_lib
+from mamba_jax.arguments import as_path
 from mamba_jax.generate import Generation, generate
 from mamba_jax.longbench.data import Sample, find_tasks, load_samples
 from mamba_jax.longbench.metrics import require_rouge, score_prediction
@@ -88,8 +89,8 @@ def run(
             "tokenizer: the checkpoint has none beside it: pass the argument tokenizer (command line: --tokenizer PATH)"
         )
     loaded = text_lib.load_tokenizer(source) if isinstance(source, str) else source
-    chosen, folder = as_policy(policy), Path(out)
-    found = _tasks(Path(data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
+    chosen, folder = as_policy(policy), as_path("out", out)
+    found = _tasks(as_path("data", data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
     config = {
         "model": name,
         "weights": records.fingerprint(params),
@@ -143,7 +144,7 @@ def merge(shards: Sequence[str | Path], out: str | Path | None = None) -> Summar
     Raises:
         ValueError: if the folders are not the parts of one run, or a sample is missing or there twice.
     """
-    folders = [folder for path in shards for folder in _runs_in(Path(path))]
+    folders = [folder for path in shards for folder in _runs_in(as_path("shards", path))]
     if not folders:
         raise ValueError("shards: got no folder, wanted those of a run's parts")
     runs = [records.read_run(folder) for folder in folders]
@@ -158,7 +159,7 @@ def merge(shards: Sequence[str | Path], out: str | Path | None = None) -> Summar
     whole = {task: _gather(folders, task, config) for task in config["tasks"]}
     summary = summarize(config, {task: list(lines.values()) for task, lines in whole.items()})
     if out is not None:
-        folder = Path(out)
+        folder = as_path("out", out)
         records.claim(folder, runs[0] | {"config": config | {"shard": None}})
         for task, lines in whole.items():
             records.write_lines(folder / f"{task}.jsonl", lines.values())

@@ -1,3 +1,4 @@
+import os
 import stat
 from pathlib import Path
 
@@ -6,12 +7,13 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
+from mamba_jax.scheduler.compilation_cache import enable_compilation_cache, own_folder
 
 SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
 )
 
 
@@ -69,6 +71,30 @@ def test_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("MAMBA_JAX_CACHE", str(tmp_path / "own"))
     assert enable_compilation_cache() == tmp_path / "own"
     assert enable_compilation_cache(tmp_path / "named") == tmp_path / "named"
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert enable_compilation_cache("here") == tmp_path / "here"
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize("name", ["MAMBA_JAX_CACHE", "XDG_CACHE_HOME"])
+def test_a_home_that_nobody_has_is_no_place(monkeypatch, name):
+    monkeypatch.setenv(name, "~nouser/x")
+    with pytest.raises(OSError, match=f"{name}: got '~nouser/x"):
+        enable_compilation_cache()
+
+
+def test_a_user_without_a_home_has_no_place(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where HOME is not set and the user not known
+    with pytest.raises(OSError, match="MAMBA_JAX_CACHE may name another"):
+        own_folder()
+
+
+def test_what_is_no_path_is_named():
+    with pytest.raises(ValueError, match="directory: got 5, wanted a path"):
+        enable_compilation_cache(5)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
