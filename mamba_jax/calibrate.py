@@ -2,27 +2,30 @@
 
 import dataclasses
 import datetime
+import logging
+import os
 import random
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from mamba_jax import planning
+from mamba_jax.arguments import as_integer, as_integers, as_path
 from mamba_jax.generate import Prompt, as_rows
 from mamba_jax.params import Params
 from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, segments
 from mamba_jax.progress import track
-from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
+from mamba_jax.scheduler.calibration import Calibration, Timing, check_table, write_calibration
 from mamba_jax.scheduler.chunks import default_chunk_size
 from mamba_jax.scheduler.policies import PerLayer, Policy
 from mamba_jax.scheduler.programs import ProgramTable
-from mamba_jax.scheduler.segments import DEFAULT_LENGTHS, batch_bucket
+from mamba_jax.scheduler.segments import DEFAULT_LENGTHS, LONGEST_SEGMENT, batch_buckets
 from mamba_jax.text import Tokenizer
 
+logger = logging.getLogger(__name__)
 CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
 SAMPLE_SECONDS = 0.02  # a sample is the mean of as many runs as fill this
 
@@ -34,39 +37,48 @@ def calibrate(
     lengths: Sequence[int] = DEFAULT_LENGTHS,
     chunk_sizes: Sequence[int] = CHUNK_SIZES,
     rounds: int = 7,
-    folder: Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> tuple[Calibration, ...]:
     """Time every segment length at every chunk size, and keep the table for later requests.
 
     Programs take turns, in another order each round, the chunk sizes of a length one after the other, so that a device
     that slows down does so for all of them. What does not fit into memory is left out and says so.
 
+    The table is a file named after the device, `timings-DEVICE.json`; deleting it undoes the calibration. It gets each
+    batch as soon as that is measured, beside what it held of other models and batches.
+
     Args:
         params: the model; weights' values do not matter.
         batch: numbers of prompts, each filled up to a compiled number of rows.
-        lengths: of segments.
+        lengths: of segments, each 1 to `LONGEST_SEGMENT`.
         chunk_sizes: of the scans; one longer than a segment is left out. The stated rule's is always among them.
-        rounds: samples of each program.
-        folder: where tables are kept; None is the user's cache folder, where later requests look.
+        rounds: samples of each program, at most 1000. A single one cannot tell a difference from noise, and a warning
+            says so.
+        folder: where tables are kept; None is the user's cache folder (that of `enable_compilation_cache`, but for what
+            JAX itself was set to), where later requests look.
 
     Returns:
         What was measured, a calibration for each number of rows.
 
     Raises:
-        ValueError: if an argument does not fit; the message names it.
+        ValueError: if an argument does not fit; the message names it. Also if the table is there and holds something
+            else. Nothing is measured then.
+        OSError: if the table cannot be written, which is tried before anything is measured.
     """
-    for name, sizes in (("lengths", lengths), ("chunk_sizes", chunk_sizes)):
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"{name}: got {tuple(sizes)}, wanted at least one, each at least 1")
-    if rounds < 1:
-        raise ValueError(f"rounds: got {rounds}, wanted at least 1")
-    weights = program_weights(params)
-    batches = sorted({batch_bucket(each) for each in ([batch] if isinstance(batch, int) else batch)})
-    results = tuple(_calibrate(weights, rows, lengths, chunk_sizes, rounds) for rows in batches)
-    for result in results:
-        write_calibration(result, folder)
-    planning.forget_choices()
-    return results
+    weights, batches = program_weights(params), batch_buckets(batch)
+    lengths, chunk_sizes = _sizes("lengths", lengths), _sizes("chunk_sizes", chunk_sizes)
+    rounds = as_integer("rounds", rounds, 1, 1000)
+    where = None if folder is None else as_path("folder", folder)
+    model = model_of(weights)
+    check_table(model.device, planning.shape_of(model, batches[0]), where)
+    if rounds == 1:
+        logger.warning("rounds: a single sample of each program cannot tell a difference from noise")
+    results = []
+    for rows in batches:
+        results.append(_calibrate(weights, rows, lengths, chunk_sizes, rounds))
+        write_calibration(results[-1], where)
+        planning.forget_choices()
+    return tuple(results)
 
 
 def fix_layers(
@@ -107,6 +119,13 @@ def fix_layers(
             total += np.asarray(statistics) * lengths.sum()
             advance(1)
     return planning.decide_layers(model, chosen, length, total / length)
+
+
+def _sizes(name: str, sizes: Any) -> list[int]:
+    found = as_integers(sizes)
+    if not found or min(found) < 1 or max(found) > LONGEST_SEGMENT:
+        raise ValueError(f"{name}: got {sizes!r:.80}, wanted one or more integers from 1 to {LONGEST_SEGMENT}")
+    return found
 
 
 def _calibrate(
@@ -154,15 +173,9 @@ def _turns(specs: list[Spec], rounds: int) -> list[Spec]:
 
 def _compile(weights: Params, specs: Sequence[Spec], table: ProgramTable) -> dict[Spec, str]:
     """Compile what compiles and fits; gives why for the rest."""
-    dropped: dict[Spec, str] = {}
-    try:
-        compile_programs(weights, [Spec("init", specs[0].batch), *specs], table=table)
-    except jax.errors.JaxRuntimeError:  # some did not: find out which
-        for spec in specs:
-            try:
-                program(weights, spec, table=table)
-            except jax.errors.JaxRuntimeError as error:
-                dropped[spec] = _first_line(error)
+    compile_programs(weights, [Spec("init", specs[0].batch)], table=table)
+    failed = compile_programs(weights, specs, table=table, tolerated=jax.errors.JaxRuntimeError)
+    dropped = {spec: _first_line(error) for spec, error in failed.items()}
     limit = _memory_limit(weights)
     for spec in specs:
         if spec not in dropped and limit is not None:

@@ -3,12 +3,14 @@
 Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the command line, 130 interrupted.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -502,9 +504,9 @@ def convert(
 
 @app.command()
 def plan(
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt (of the longest, in a batch).")],
+    length: Annotated[int, typer.Option(min=1, max=2**26, help="Tokens of the prompt (of the longest, in a batch).")],
     model: ModelOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts read together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=2**16, help="Prompts read together.")] = 1,
     policy: PolicyOption = None,
     dtype: DTypeOption = None,
     as_json: JsonOption = False,
@@ -542,12 +544,17 @@ def _print_plan(facts: dict[str, Any]) -> None:
     table = Table(box=None)
     for column in ("segment", "positions", "chunk size", "decided by", "expected ms"):
         table.add_column(column, justify="left" if column == "decided by" else "right")
-    for i, segment in enumerate(facts["segments"]):
+    first = 0
+    for segment, alike in itertools.groupby(facts["segments"]):
+        last = first + len(list(alike)) - 1
         seconds = "-" if segment["seconds"] is None else f"{segment['seconds'] * 1e3:.2f}"
         names = ", ".join(sorted({decision["policy"] for decision in segment["decisions"]}))
         chunk_size = segment["chunk_size"]
         shown = str(chunk_size) if isinstance(chunk_size, int) else " ".join(map(str, chunk_size))
-        table.add_row(str(i), f"{segment['length']:,}", shown, names, seconds)
+        table.add_row(
+            f"{first}" if first == last else f"{first} to {last}", f"{segment['length']:,}", shown, names, seconds
+        )
+        first = last + 1
     console = Console(markup=False, highlight=False)
     console.print(table)
     for size, chunks in facts["candidates"].items():
@@ -560,9 +567,19 @@ def _print_plan(facts: dict[str, Any]) -> None:
 @app.command()
 def warm(
     model: ModelOption = None,
-    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8.")] = "1",
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, as in 1:8192.")] = "1:2048",
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens a request generates.")] = 128,
+    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8; each of 1 to 65536.")] = "1",
+    lengths: Annotated[
+        str, typer.Option(help="Fewest and most tokens of a prompt, generated ones not counted, as in 1:8192.")
+    ] = "1:2048",
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**26,
+            help="Most tokens a request generates; what reads a prompt and as many is compiled too, since a generation "
+            "that a stop string ended may be read again.",
+        ),
+    ] = 128,
     policy: Annotated[
         list[str] | None, typer.Option(help="Policies that requests name; may be given several times.")
     ] = None,
@@ -578,6 +595,7 @@ def warm(
     """Compile ahead what requests can need, so that later processes find it."""
     from mamba_jax.planning import DEFAULT_POLICY
 
+    where = None if dry_run else _writable("--cache-dir", cache_dir)
     wanted: dict[str, Any] = {
         "batch": _numbers("--batch", batch, ","),
         "lengths": _numbers("--lengths", lengths, ":", count=2),
@@ -588,7 +606,9 @@ def warm(
     if dry_run:
         from mamba_jax.warm import specs_for
 
-        specs = specs_for(_described(model, dtype), **wanted)
+        described = _described(model, dtype)
+        with _options("batch", "lengths"):
+            specs = specs_for(described, **wanted)
         facts: dict[str, Any] = {
             "programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]
         }
@@ -596,7 +616,9 @@ def warm(
     else:
         import mamba_jax
 
-        done = mamba_jax.warm(_load(model, dtype), folder=cache_dir, **wanted)
+        params = _load(model, dtype)
+        with _options("batch", "lengths"):
+            done = mamba_jax.warm(params, folder=where, **wanted)
         facts = dataclasses.asdict(done) | {"programs": len(done.programs), "folder": str(done.folder)}
         lines = [
             f"{len(done.programs)} programs: {done.compiled} compiled, {done.fetched} found in {done.folder}",
@@ -611,19 +633,29 @@ def warm(
 @app.command()
 def calibrate(
     model: ModelOption = None,
-    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8.")] = "1",
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each program.")] = 7,
+    batch: Annotated[str, typer.Option(help="Numbers of prompts, as in 1,8; each of 1 to 65536.")] = "1",
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Samples of each program; a single one cannot tell noise.")
+    ] = 7,
     dtype: DTypeOption = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where tables are kept.", show_default="where requests look for them")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure chunk sizes and segment lengths on this device; later requests choose by what was measured."""
-    import mamba_jax
+    """Measure chunk sizes and segment lengths on this device; later requests choose by what was measured.
 
-    sizes = _numbers("--batch", batch, ",")
-    results = mamba_jax.calibrate(_load(model, dtype), batch=sizes, rounds=rounds, folder=folder)
+    The table is a file, timings-DEVICE.json, in ~/.cache/mamba_jax unless MAMBA_JAX_CACHE or --folder names another
+    folder. Deleting it undoes the calibration.
+    """
+    import mamba_jax
+    from mamba_jax.scheduler.calibration import table_path
+
+    sizes, where = _numbers("--batch", batch, ","), _writable("--folder", folder)
+    params = _load(model, dtype)
+    with _options("batch"):
+        results = mamba_jax.calibrate(params, batch=sizes, rounds=rounds, folder=where)
+    sys.stderr.write(f"kept in {table_path(results[0].device, where)}; deleting it undoes this\n")
     if as_json:
         _write_json({"calibrations": [dataclasses.asdict(result) for result in results]})
         return
@@ -685,11 +717,39 @@ def layers(
     _write(f"{mamba_jax.fix_layers(_load(model, dtype), text, policy, tokenizer=tokenizer).name}\n")
 
 
+def _writable(option: str, folder: Path | None) -> Path | None:
+    """The folder of an option, made and tried before anything takes long."""
+    if folder is None:
+        return None
+    from mamba_jax.arguments import as_path
+    from mamba_jax.scheduler.compilation_cache import make_folder
+
+    try:
+        return make_folder(as_path(option, folder))
+    except (ValueError, OSError) as error:
+        problem = str(error).removeprefix(f"{option}: ")
+        raise typer.BadParameter(f"{problem}; wanted a folder to write to", param_hint=option) from error
+
+
+@contextlib.contextmanager
+def _options(*names: str) -> Iterator[None]:
+    """What the library refuses of these arguments is a wrong use of the options of the same names."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        if name not in names:
+            raise
+        raise typer.BadParameter(problem, param_hint=f"--{name.replace('_', '-')}") from error
+
+
 def _numbers(option: str, text: str, separator: str, count: int | None = None) -> tuple[int, ...]:
     parts = text.split(separator)
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
         example = separator.join(("1", "2048" if separator == ":" else "2")) if count == 2 else "1 or 1,8"
         raise typer.BadParameter(f"got {text!r}, wanted numbers, as in {example}", param_hint=option)
+    if max(map(len, parts)) > 20:
+        raise typer.BadParameter(f"got a number of {max(map(len, parts))} digits", param_hint=option)
     return tuple(int(part) for part in parts)
 
 

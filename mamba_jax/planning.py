@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from mamba_jax.arguments import as_integer
 from mamba_jax.config import MambaConfig
 from mamba_jax.scheduler.calibration import Calibration, Shape, Timing, device_name, find_calibration
 from mamba_jax.scheduler.chunks import ChunkSize, default_chunk_size, fit_chunk_size
 from mamba_jax.scheduler.policies import Decision, LearnedTable, PerLayer, Policy, nearest_candidate
 from mamba_jax.scheduler.policies import policy as parse_policy
-from mamba_jax.scheduler.segments import DEFAULT_COSTS, batch_bucket, lengths_used, plan_segments
+from mamba_jax.scheduler.segments import DEFAULT_COSTS, LONGEST_TEXT, batch_bucket, lengths_used, plan_segments
 from mamba_jax.scheduler.signals import Estimator, Watch
 
 # Segments between the one whose statistic is read and the one that it chooses for: while the device works on the one
@@ -25,6 +26,7 @@ from mamba_jax.scheduler.signals import Estimator, Watch
 LAG = 2
 Reading = tuple[int, ChunkSize, Watch | None]  # a program that reads: its length, chunk size and what it watches
 DEFAULT_POLICY = "measured"
+MOST_PLANNED = 2**33  # how many lengths times the longest `programs_for` takes with a policy: a minute of planning
 SLACK = 0.005  # how much slower than the fastest a chunk size may be that `Careful` takes
 
 
@@ -209,13 +211,14 @@ def make_plan(model: Model, batch: int, length: int, policy: Policy | None = Non
 
     Args:
         model: what is run, and where.
-        batch: rows.
-        length: positions, at least 1.
+        batch: rows, 1 to `MOST_ROWS`.
+        length: positions, 1 to `LONGEST_TEXT` (both of `scheduler/segments.py`).
         policy: decides chunk sizes; None takes the fastest measured ones.
 
     Raises:
-        ValueError: if batch or length is below 1.
+        ValueError: if batch or length is no integer of that range.
     """
+    length = as_integer("length", length, 1, LONGEST_TEXT)  # here: a cached plan answers to 1.0 and True as well
     return _plan(model, batch_bucket(batch), length, cast(Any, policy))  # policies are frozen, thus hashable
 
 
@@ -318,13 +321,22 @@ def _features(policy: Policy) -> tuple[str, ...]:
 def programs_for(model: Model, batch: int, low: int, high: int, policy: Policy | None = None) -> tuple[Reading, ...]:
     """The programs that reading texts of `low` to `high` positions may run.
 
-    With a policy every length is planned, since it may decide anything by length: some 50 microseconds each.
+    With a policy every length is planned, since it may decide anything by length: some 50 microseconds each, and as
+    much for every few segments.
+
+    Raises:
+        ValueError: if there are more lengths than `MOST_PLANNED` says, or an argument is out of range.
     """
     batch = batch_bucket(batch)
     if policy is None:
         static = choices(model, batch)
         lengths = lengths_used(low, high, static.costs)
         return tuple((length, fit_chunk_size(static.chunk_sizes[length], length), None) for length in lengths)
+    if (high - low + 1) * high > MOST_PLANNED:
+        raise ValueError(
+            f"lengths: got {low} to {high}, each of which is planned for policy {policy.name!r}, wanted no more than "
+            f"{MOST_PLANNED // high} lengths up to {high}"
+        )
     found: dict[Reading, None] = {}
     for length in range(low, high + 1):
         found |= dict.fromkeys(make_plan(model, batch, length, policy).programs)
@@ -357,6 +369,8 @@ def as_policy(policy: Policy | str | None) -> Policy | None:
     """
     if policy is None or policy == DEFAULT_POLICY:
         return None
-    if not isinstance(policy, str):
+    if isinstance(policy, Policy):
         return policy
+    if not isinstance(policy, str):
+        raise ValueError(f"policy: got {policy!r:.80}, wanted the name of one, or an object that chooses")
     return parse_policy(policy, {"careful": lambda rest: Careful(parse_policy(rest or "entropy:sampled"))})

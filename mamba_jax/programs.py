@@ -208,30 +208,48 @@ def program(params: Params, spec: Spec, *, table: ProgramTable = TABLE) -> jax.s
 
 
 def compile_programs(
-    params: Params, specs: Iterable[Spec], *, table: ProgramTable = TABLE, expected: bool = False
-) -> None:
+    params: Params,
+    specs: Iterable[Spec],
+    *,
+    table: ProgramTable = TABLE,
+    expected: bool = False,
+    tolerated: type[Exception] | tuple[()] = (),
+) -> dict[Spec, Exception]:
     """Compile those of the programs that the table lacks, side by side, with a bar.
+
+    The first error, and Ctrl-C, waits for what is being compiled and drops what is queued.
 
     Args:
         params: the model.
         specs: the programs.
         table: where programs are kept.
         expected: no warning, though the table was said to be complete.
+        tolerated: errors that end nothing but are given back.
+
+    Returns:
+        The tolerated error of each program that has none for it.
     """
+    failed: dict[Spec, Exception] = {}
     missing = {key: spec for spec in specs if (key := _key(params, spec)) not in table}
     if not missing:
-        return
+        return failed
 
-    def get(item: tuple[ProgramKey, Spec]) -> None:
-        table.get(item[0], lambda: lower_program(params, item[1]), expected=expected)
+    def get(key: ProgramKey, spec: Spec) -> None:
+        table.get(key, lambda: lower_program(params, spec), expected=expected)
 
-    with (
-        track("Compiling", len(missing)) as advance,
-        concurrent.futures.ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool,
-    ):
-        for done in concurrent.futures.as_completed([pool.submit(get, item) for item in missing.items()]):
-            done.result()
-            advance(1)
+    pool = concurrent.futures.ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
+    try:
+        with track("Compiling", len(missing)) as advance:
+            running = {pool.submit(get, key, spec): spec for key, spec in missing.items()}
+            for done in concurrent.futures.as_completed(running):
+                try:
+                    done.result()
+                except tolerated as error:
+                    failed[running[done]] = error
+                advance(1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return failed
 
 
 def _key(params: Params, spec: Spec) -> ProgramKey:

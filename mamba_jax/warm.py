@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
+from typing import Any
 
+from mamba_jax.arguments import as_integer, as_integers, as_path
 from mamba_jax.params import Params
 from mamba_jax.planning import Model, as_policy, programs_for
 from mamba_jax.programs import BLOCK, TABLE, Spec, compile_programs, model_of, program_weights, reading_specs
@@ -13,7 +15,9 @@ from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scheduler.monitoring import count_compilations
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.scheduler.programs import ProgramTable
-from mamba_jax.scheduler.segments import batch_bucket
+from mamba_jax.scheduler.segments import LONGEST_TEXT, batch_buckets
+
+TASKS = ("generate", "score", "embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +59,19 @@ def warm(
 
     Args:
         params: the model; only shapes, dtypes and placement matter.
-        batch: numbers of prompts a request may have.
-        lengths: fewest and most tokens of a prompt (of `score` and `embed`: of a text).
-        max_new_tokens: most tokens a request may generate; 0 for none.
+        batch: numbers of prompts a request may have; each is filled up to 1, 2, 4, 8 or a multiple of 8 rows, and only
+            those are served.
+        lengths: fewest and most tokens of a prompt, those that a tokenizer or an empty prompt begins with included; of
+            `score` and `embed`: of a text. Generated tokens do not count.
+        max_new_tokens: most tokens a request may generate; 0 for none. Decoding has the same programs for any number
+            above 0. What reads `lengths[1] + max_new_tokens` positions is compiled as well, since a generation that a
+            stop string ended is read again where its cache is wanted: so there may be longer segments than prompts of
+            those lengths need.
         policies: that requests may name; None is the static choice by measured tables.
         tasks: of "generate", "score" and "embed".
         folder: of the persistent cache, which `enable_compilation_cache` is called with. It holds executable code and
-            must be trusted; one made here belongs to the user alone.
+            must be trusted; one made here belongs to the user alone. One that cannot be written still serves to fetch
+            from.
         strict: a program that is still compiled afterwards is an error (`ColdProgramError`) instead of a warning.
         table: where programs are kept.
 
@@ -69,14 +79,16 @@ def warm(
         What was done.
 
     Raises:
-        ValueError: if an argument does not fit; the message names it.
+        ValueError: if an argument does not fit; the message names it. Also if lengths with all new tokens exceed
+            `LONGEST_TEXT`, or are too many to plan for a policy, which may decide by length: 1 to 90,000 are not.
         OSError: if the folder cannot be made.
     """
+    where = None if folder is None else as_path("folder", folder)
     weights = program_weights(params)
     specs = specs_for(
         model_of(weights), batch=batch, lengths=lengths, max_new_tokens=max_new_tokens, policies=policies, tasks=tasks
     )
-    where = enable_compilation_cache(folder)
+    where = enable_compilation_cache(where)
     before, start = _bytes_in(where), time.perf_counter()
     with count_compilations() as counts:
         compile_programs(weights, specs, table=table, expected=True)
@@ -101,19 +113,18 @@ def specs_for(
     tasks: Sequence[str],
 ) -> tuple[Spec, ...]:
     """The programs that such requests can need; arguments and errors as in `warm`."""
-    batches = sorted({batch_bucket(each) for each in ([batch] if isinstance(batch, int) else batch)})
-    if not batches:
-        raise ValueError("batch: got no number of prompts, wanted at least one")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 0")
-    if unknown := set(tasks) - {"generate", "score", "embed"}:
-        raise ValueError(f"tasks: got {sorted(unknown)}, wanted some of 'generate', 'score', 'embed'")
+    batches = batch_buckets(batch)
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens, 0, LONGEST_TEXT)
+    if not isinstance(tasks, Sequence | Set) or isinstance(tasks, str) or not all(task in TASKS for task in tasks):
+        raise ValueError(f"tasks: got {tasks!r:.80}, wanted a list of {', '.join(map(repr, TASKS))}")
+    if not tasks:
+        raise ValueError("tasks: got none, wanted at least one")
+    if not isinstance(policies, Iterable) or isinstance(policies, str):
+        raise ValueError(f"policies: got {policies!r:.80}, wanted a list of policies")
     chosen = [as_policy(policy) for policy in policies]  # once: they may be a generator
     if not chosen:
         raise ValueError("policies: got none, wanted at least one (None: the default)")
-    low, high = lengths
-    if not 1 <= low <= high:
-        raise ValueError(f"lengths: got {low} to {high}, wanted at least 1, and the fewest first")
+    low, high = _range(lengths, max_new_tokens if "generate" in tasks else 0)
     found: dict[Spec, None] = {}
     for rows in batches:
         for task in tasks:
@@ -128,6 +139,19 @@ def specs_for(
                 if max_new_tokens:
                     found |= {Spec("decode", rows, BLOCK, sampling=sampling): None for sampling in (False, True)}
     return tuple(found)
+
+
+def _range(lengths: Any, more: int) -> tuple[int, int]:
+    """The fewest and the most tokens, which with `more` are still a length that can be planned."""
+    ends = as_integers(lengths) if isinstance(lengths, Sequence) and len(lengths) == 2 else None
+    if ends is None:
+        raise ValueError(f"lengths: got {lengths!r:.80}, wanted two integers, the fewest and the most tokens")
+    low, high = ends
+    if not 1 <= low <= high:
+        raise ValueError(f"lengths: got {low} to {high}, wanted at least 1, and the fewest first")
+    if high + more > LONGEST_TEXT:
+        raise ValueError(f"lengths: got {low} to {high} and {more} new tokens, wanted at most {LONGEST_TEXT} together")
+    return low, high
 
 
 def _bytes_in(folder: Path) -> int:

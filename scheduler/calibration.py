@@ -1,26 +1,35 @@
 """Measured tables: what reading a segment costs on a device, by segment length and chunk size.
 
 A file holds one device's calibrations, each of one model shape, with every sample. Files are looked for in the user's
-cache folder, then among those that ship with the package.
+cache folder, then among those that ship with the package. One that cannot be used is warned about once and passed over;
+deleting the user's own undoes what was measured.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import re
 import statistics
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mamba_jax.scheduler.compilation_cache import own_folder
+from filelock import FileLock
 
+from mamba_jax.scheduler.compilation_cache import make_folder, own_folder
+from mamba_jax.scheduler.segments import LONGEST_SEGMENT
+
+logger = logging.getLogger(__name__)
 VERSION = 1  # of the files
 FAR = 6.0  # doublings between two shapes beyond which timings of one say nothing about the other
 SHIPPED = Path(__file__).parent / "tables"
+LONGEST_SECONDS = 1e5  # that reading a segment may take
+LOCK_SECONDS = 60.0  # that another process may take to put a calibration into a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +45,11 @@ class Shape:
     dims: tuple[tuple[str, str | int], ...]
     dtype: str
     batch: int
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the dims are called."""
+        return frozenset(name for name, _ in self.dims)
 
     def __str__(self) -> str:
         dims = dict(self.dims)
@@ -103,35 +117,76 @@ def device_name(platform: str, device_kind: str) -> str:
 def find_calibration(device: str, shape: Shape) -> Calibration | None:
     """The calibration of this shape on this device, or else of a near shape with layers of the same kind.
 
-    A calibration of the user's own goes before one that ships with the package.
+    A calibration of the user's own goes before one that ships with the package. A file that cannot be used is passed
+    over, and a warning says why.
     """
     best: tuple[float, Calibration] | None = None
-    for path in _files(device):
-        for calibration in _read(path, path.stat().st_mtime_ns):
-            distance = _distance(calibration.shape, shape)
-            if distance <= FAR and (best is None or distance < best[0]):
-                best = distance, calibration
+    for calibration in (each for path in _files(device) for each in _usable(*path, device, shape.names)):
+        distance = _distance(calibration.shape, shape)
+        if distance <= FAR and calibration.best and (best is None or distance < best[0]):
+            best = distance, calibration
     return best[1] if best else None
 
 
-def read_calibrations(path: Path) -> tuple[Calibration, ...]:
+def read_calibrations(
+    path: Path, device: str | None = None, dims: frozenset[str] | None = None
+) -> tuple[Calibration, ...]:
     """The calibrations in a file.
 
+    Args:
+        path: the file.
+        device: that they have to be of; None takes any.
+        dims: that shapes have to have; None takes any.
+
     Raises:
-        ValueError: if it is no file of this kind and version; the message names it.
+        ValueError: if it is no file of this kind and version, of this device and with these dims; the message names it.
         OSError: if it cannot be read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] != VERSION:
             raise ValueError(f"got version {content['version']!r}, wanted {VERSION}")
-        return tuple(_from_json(content["device"], entry) for entry in content["calibrations"])
+        if not isinstance(content["device"], str) or device not in (None, content["device"]):
+            raise ValueError(f"device: got {content['device']!r:.80}, wanted {device or 'a name'!r}")
+        found = tuple(_from_json(content["device"], entry) for entry in content["calibrations"])
+        for each in found:
+            if dims not in (None, each.shape.names):
+                raise ValueError(f"shape: got {_list(each.shape.names)}, wanted {_list(dims)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: no table of timings: {error}") from error
+        problem = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path}: no table of timings: {problem}") from error
+    return found
+
+
+def table_path(device: str, folder: Path | None = None) -> Path:
+    """The file of a device's calibrations.
+
+    Args:
+        device: as `device_name` gives it.
+        folder: where the files are; None is the user's cache folder, where `find_calibration` looks.
+
+    Raises:
+        OSError: if the user has no folder.
+    """
+    return (own_folder() if folder is None else folder) / _file_name(device)
+
+
+def check_table(device: str, shape: Shape, folder: Path | None = None) -> None:
+    """See whether a calibration of that device and shape could be written: the folder is made, the file read.
+
+    Raises:
+        ValueError: if the file holds something else; the message names it.
+        OSError: if the folder cannot be made or written to, or the file cannot be read.
+    """
+    path = table_path(device, folder)
+    with _locked(path):
+        _read_own(path, device, shape)
 
 
 def write_calibration(calibration: Calibration, folder: Path | None = None) -> Path:
     """Put a calibration into its device's file, in place of an older one of the same shape.
+
+    What other processes and threads put there at the same time is kept.
 
     Args:
         calibration: what was measured.
@@ -139,21 +194,55 @@ def write_calibration(calibration: Calibration, folder: Path | None = None) -> P
 
     Returns:
         The file.
+
+    Raises:
+        ValueError: if there is a file that holds something else; the message names it.
+        OSError: if the file cannot be written.
     """
-    path = (folder or own_folder()) / _file_name(calibration.device)
-    others = read_calibrations(path) if path.is_file() else ()
-    kept = [other for other in others if other.shape != calibration.shape]
-    entries = sorted((_to_json(each) for each in (*kept, calibration)), key=lambda entry: json.dumps(entry["shape"]))
-    content = {"version": VERSION, "device": calibration.device, "calibrations": entries}
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # another process may be writing too
-    partial.write_text(_compact(content), encoding="utf-8")
-    partial.replace(path)
+    path = table_path(calibration.device, folder)
+    with _locked(path):
+        there = _read_own(path, calibration.device, calibration.shape)
+        kept = [each for each in there if each.shape != calibration.shape]
+        shapes = sorted((_to_json(each) for each in (*kept, calibration)), key=lambda each: json.dumps(each["shape"]))
+        content = {"version": VERSION, "device": calibration.device, "calibrations": shapes}
+        partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+        try:
+            partial.write_text(_compact(content), encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     return path
 
 
-def _files(device: str) -> Iterator[Path]:
-    yield from (path for folder in (own_folder(), SHIPPED) if (path := folder / _file_name(device)).is_file())
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The only one that writes this file, in a folder that can be written."""
+    with FileLock(make_folder(path.parent) / f"{path.name}.lock", timeout=LOCK_SECONDS):
+        yield
+
+
+def _list(names: Iterable[str] | None) -> str:
+    return ", ".join(sorted(names or ()))
+
+
+def _read_own(path: Path, device: str, shape: Shape) -> tuple[Calibration, ...]:
+    try:
+        return read_calibrations(path, device, shape.names) if path.exists() else ()
+    except ValueError as error:
+        raise ValueError(f"{error}; nothing is added to it: delete it or name another folder") from error
+
+
+def _files(device: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Files that may be there, with what tells each from what it was before."""
+    with contextlib.suppress(OSError):  # the user has no folder, or none that this process may look into
+        yield _stamped(own_folder() / _file_name(device))
+    with contextlib.suppress(OSError):
+        yield _stamped(SHIPPED / _file_name(device))
+
+
+def _stamped(path: Path) -> tuple[Path, tuple[int, ...]]:
+    stat = path.stat()
+    return path, (stat.st_mtime_ns, stat.st_ino, stat.st_size)
 
 
 def _file_name(device: str) -> str:
@@ -161,9 +250,13 @@ def _file_name(device: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, changed: int) -> tuple[Calibration, ...]:
-    del changed  # a file that changed is another one to the cache
-    return read_calibrations(path)
+def _usable(path: Path, changed: tuple[int, ...], device: str, dims: frozenset[str]) -> tuple[Calibration, ...]:
+    del changed  # a file that changed is another one to the cache, and warned about again
+    try:
+        return read_calibrations(path, device, dims)
+    except (ValueError, OSError) as error:
+        logger.warning("%s; another table or a rule serves instead", error)
+        return ()
 
 
 def _distance(a: Shape, b: Shape) -> float:
@@ -196,29 +289,33 @@ def _from_json(device: str, entry: Mapping[str, Any]) -> Calibration:
     dims = dict(entry["shape"])
     batch, dtype = _count(dims, "batch"), dims.pop("dtype")
     del dims["batch"]
-    if "layer" not in dims:
-        raise ValueError("shape: got no layer")
+    if not isinstance(dims.get("layer"), str) or not isinstance(dtype, str):
+        raise ValueError(f"shape: got layer {dims.get('layer')!r:.80} and dtype {dtype!r:.80}, wanted two names")
     for name in dims.keys() - {"layer"}:
         _count(dims, name, least=0)
     shape = Shape(tuple(dims.items()), dtype, batch)
-    timings = tuple(
-        Timing(_count(t, "length"), _count(t, "chunk_size"), _seconds(t), t.get("dropped")) for t in entry["timings"]
-    )
+    timings = tuple(map(_timing, entry["timings"]))
     return Calibration(device, shape, entry["jax"], entry["date"], timings)
 
 
-def _count(entry: Mapping[str, Any], name: str, least: int = 1) -> int:
+def _timing(entry: Mapping[str, Any]) -> Timing:
+    length = _count(entry, "length", most=LONGEST_SEGMENT)
+    covering = 1 << (length - 1).bit_length()
+    return Timing(length, _count(entry, "chunk_size", most=covering), _seconds(entry), entry.get("dropped"))
+
+
+def _count(entry: Mapping[str, Any], name: str, least: int = 1, most: int = 2**31 - 1) -> int:
     value = entry[name]
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r:.80}, wanted an integer from {least} to {most}")
     return value
 
 
 def _seconds(entry: Mapping[str, Any]) -> tuple[float, ...]:
     samples = entry.get("seconds", ())
     for value in samples:
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"seconds: got {value!r}, wanted numbers above 0")
+        if type(value) not in (int, float) or not 0 < value <= LONGEST_SECONDS:
+            raise ValueError(f"seconds: got {value!r:.80}, wanted numbers above 0, at most {LONGEST_SECONDS:g}")
     return tuple(samples)
 
 

@@ -105,17 +105,21 @@ class ProgramTable:
         program = self._programs.get(key)
         if program is not None:
             return program
-        with self._lock:
-            if key in self._programs:
-                return self._programs[key]
-            pending = self._pending.get(key)
+        while True:
+            with self._lock:
+                if key in self._programs:
+                    return self._programs[key]
+                pending = self._pending.get(key)
+                if pending is None:
+                    self._refuse_or_warn(key, expected)
+                    mine: concurrent.futures.Future[jax.stages.Compiled] = concurrent.futures.Future()
+                    self._pending[key] = mine
             if pending is None:
-                self._refuse_or_warn(key, expected)
-                mine: concurrent.futures.Future[jax.stages.Compiled] = concurrent.futures.Future()
-                self._pending[key] = mine
-        if pending is not None:
-            return pending.result()
-        return self._compile(key, lower, mine)
+                return self._compile(key, lower, mine)
+            try:
+                return pending.result()
+            except concurrent.futures.CancelledError:  # its thread was interrupted: this one compiles it instead
+                continue
 
     def _refuse_or_warn(self, key: ProgramKey, expected: bool) -> None:
         if not self.complete or expected:
@@ -133,15 +137,18 @@ class ProgramTable:
         start = time.perf_counter()
         try:
             program = lower().compile()
+            with self._lock:
+                self._programs[key] = program
+                self.compilations.append(Compilation(key, time.perf_counter() - start))
+                del self._pending[key]
+            pending.set_result(program)
         except BaseException as error:
             with self._lock:
-                del self._pending[key]
-            pending.set_exception(error)
+                self._pending.pop(key, None)
+            if isinstance(error, Exception):
+                pending.set_exception(error)
+            else:  # Ctrl-C is for the thread that got it, not for those that wait
+                pending.cancel()
             raise
-        with self._lock:
-            self._programs[key] = program
-            self.compilations.append(Compilation(key, time.perf_counter() - start))
-            del self._pending[key]
-        pending.set_result(program)
         logger.info("compiled %s in %.2f s", key, time.perf_counter() - start)
         return program

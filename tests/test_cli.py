@@ -356,6 +356,65 @@ def test_wrong_use(run, args):
     assert "Usage" in err
 
 
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        (["plan", "--length", 2**26 + 1], "--length"),
+        (["plan", "--length", 10**30], "--length"),
+        (["plan", "--length", 1, "--batch", 2**16 + 1], "--batch"),
+        (["warm", "--dry-run", "--lengths", "1:1000000000"], "--lengths"),
+        (["warm", "--dry-run", "--lengths", "1:67108864", "--policy", "length", "--max-new-tokens", 0], "--lengths"),
+        (["warm", "--lengths", "1:1000000000"], "--lengths"),
+        (["warm", "--lengths", "1:" + "9" * 5000], "--lengths"),
+        (["warm", "--dry-run", "--batch", "1,1000000000"], "--batch"),
+        (["warm", "--batch", "0"], "--batch"),
+        (["warm", "--max-new-tokens", 10**9], "--max-new-tokens"),
+        (["calibrate", "--batch", "1000000000"], "--batch"),
+        (["calibrate", "--rounds", 1001], "--rounds"),
+        (["warm", "--cache-dir", __file__], "--cache-dir"),
+        (["warm", "--cache-dir", f"{__file__}/below"], "--cache-dir"),
+        (["warm", "--cache-dir", "~nouser/x"], "--cache-dir"),
+        (["calibrate", "--folder", __file__], "--folder"),
+    ],
+    ids=lambda args: " ".join(map(str, args))[:60],
+)
+def test_what_is_out_of_range_or_no_folder_is_wrong_use_of_the_option(run, model, args, option):
+    code, out, err = run(*args, "-m", model)
+    assert (code, out) == (2, "")
+    assert f"Invalid value for '{option}'" in err or f"Invalid value for {option}" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["warm --cache-dir", "calibrate --folder"])
+def test_a_folder_that_cannot_be_written_is_wrong_use(run, model, tmp_path, monkeypatch, command):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)  # root may write anywhere
+    code, out, err = run(*command.split(), tmp_path, "-m", model)
+    assert (code, out) == (2, "")
+    assert command.split()[1] in err
+    assert "Permission denied" in err
+
+
+def test_plan_shows_equal_segments_in_one_line(run, model):
+    code, out, _ = run("plan", "--length", 2**26, "-m", model)
+    assert code == 0
+    assert "0 to 32767" in out
+    assert "67,108,864 positions" in out
+    assert out.count("\n") < 10
+
+
+def test_calibrate_says_where_its_table_is(run, model, tmp_path, monkeypatch):
+    monkeypatch.setitem(mamba_jax.calibrate.__kwdefaults__, "lengths", (16,))
+    monkeypatch.setitem(mamba_jax.calibrate.__kwdefaults__, "chunk_sizes", (16,))
+    code, out, err = run("calibrate", "-m", model, "--rounds", 1, "--folder", tmp_path / "tables", "--json")
+    assert code == 0
+    assert strict_json(out)["calibrations"]
+    (table,) = (tmp_path / "tables").glob("*.json")
+    assert f"kept in {table}; deleting it undoes this" in err
+
+
 def test_no_prompt_at_a_terminal(run, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)

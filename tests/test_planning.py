@@ -177,6 +177,40 @@ def test_a_statistic_sees_the_text_it_is_of():
     assert 0 < entropies[0] < entropies[1]
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "message"),
+    [
+        (1, 2**26 + 1, "length: got 67108865, wanted an integer from 1 to 67108864"),
+        (1, 10**12, "length: got"),
+        (1, 1.0, "length: got"),
+        (1, True, "length: got True"),
+        (2**16 + 1, 1, "batch: got 65537, wanted an integer from 1 to 65536"),
+        (10**400, 1, "batch: got"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(batch, length, message):
+    make_plan(MODEL, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        make_plan(MODEL, batch, length)
+
+
+def test_a_policy_plans_no_more_lengths_than_a_minute_allows():
+    for low, high in ((1, 2**20), (2**26 - 200, 2**26)):
+        with pytest.raises(ValueError, match=f"lengths: got {low} to {high}.* 'length', wanted no more than"):
+            programs_for(MODEL, 1, low, high, as_policy("length"))
+    assert programs_for(MODEL, 1, 10**6, 10**6, as_policy("length"))
+
+
+def test_numpy_integers_are_planned_like_pythons():
+    assert make_plan(MODEL, np.int64(3), np.int32(50)) == make_plan(MODEL, 3, 50)
+
+
+@pytest.mark.parametrize("policy", [5, True, object(), ["length"]])
+def test_what_is_no_policy_is_named(policy):
+    with pytest.raises(ValueError, match="policy: got"):
+        as_policy(policy)
+
+
 def test_an_unknown_policy_is_named():
     with pytest.raises(ValueError, match="policy: got 'fastest', wanted one of"):
         mamba_jax.generate(tiny_params("mamba2"), [1, 2], max_new_tokens=1, policy="fastest")

@@ -4,8 +4,10 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -103,23 +105,84 @@ def test_policies_and_tasks_have_programs_of_their_own():
         ({"policies": []}, "policies: got none"),
         ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
         ({"tasks": ["train"]}, r"tasks: got \['train'\]"),
+        ({"tasks": "score"}, "tasks: got 'score'"),
+        ({"tasks": []}, "tasks: got none"),
         ({"policies": ["none"]}, "policy: got 'none'"),
+        ({"policies": [5]}, "policy: got 5"),
+        ({"policies": "length"}, "policies: got 'length'"),
+        ({"policies": None}, "policies: got None"),
+        ({"batch": "8"}, "batch: got '8'"),
+        ({"batch": True}, "batch: got True"),
+        ({"batch": 2.0}, "batch: got 2.0"),
+        ({"batch": 2**16 + 1}, "batch: got 65537"),
+        ({"lengths": (5,)}, r"lengths: got \(5,\), wanted two integers"),
+        ({"lengths": 5}, "lengths: got 5, wanted two integers"),
+        ({"lengths": (1, 2.0)}, "lengths: got .*, wanted two integers"),
+        ({"lengths": ("1", "2")}, "lengths: got .*, wanted two integers"),
+        ({"lengths": range(1, 10**12)}, "lengths: got .*, wanted two integers"),
+        ({"lengths": (1, 2**26 + 1)}, "lengths: got 1 to 67108865 and 0 new tokens, wanted at most 67108864"),
+        ({"lengths": (1, 2**26), "max_new_tokens": 1}, "lengths: got 1 to 67108864 and 1 new tokens"),
+        ({"lengths": (1, 2**26), "policies": ["length"]}, "lengths: got 1 to 67108864, each of which is planned"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens: got True"),
+        ({"max_new_tokens": 10**12}, "max_new_tokens: got"),
+        ({"folder": 5}, "folder: got 5, wanted a path"),
+        ({"folder": "~nouser/x"}, "folder: got '~nouser/x', wanted a path"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        mamba_jax.warm(tiny_params("mamba2"), folder=tmp_path, **{"max_new_tokens": 0, **arguments})
+        mamba_jax.warm(tiny_params("mamba2"), **{"folder": tmp_path, "max_new_tokens": 0, **arguments})
 
 
-def test_different_programs_compile_side_by_side_and_one_failure_stops_none():
+def test_new_tokens_lengthen_what_is_read_but_not_what_a_prompt_may_have():
+    model = mamba_jax.programs.model_of(tiny_params("mamba2"))
+
+    def read(lengths, max_new_tokens, task="generate"):
+        more = {"batch": 1, "max_new_tokens": max_new_tokens, "policies": [None], "tasks": [task]}
+        specs = specs_for(model, lengths=lengths, **more)
+        return {spec.length for spec in specs if spec.kind in ("prefill", task)}
+
+    assert read((1, 16), 0) == {16}
+    assert read((1, 16), 16) == read((1, 32), 0) == {16, 32}
+    assert read((1, 16), 16, task="score") == {16}
+    assert read((np.int64(1), np.int32(16)), np.int64(16)) == {16, 32}
+
+
+def test_different_programs_compile_side_by_side_and_a_tolerated_failure_stops_none():
     params, table = program_weights(tiny_params("mamba2", **SMALL)), ProgramTable()
     good = [Spec("init", batch) for batch in (1, 2, 3, 4)]
-    with pytest.raises(ValueError, match="kind: got 'bad'"):
-        compile_programs(params, [*good, Spec("bad", 1)], table=table)
+    failed = compile_programs(params, [Spec("bad", 1), *good], table=table, tolerated=ValueError)
+    assert list(failed) == [Spec("bad", 1)]
+    assert "kind: got 'bad'" in str(failed[Spec("bad", 1)])
     for spec in good:
         before = len(table.compilations)
         program(params, spec, table=table)
         assert len(table.compilations) == before
+
+
+@pytest.mark.parametrize("error", [ValueError("no such program"), KeyboardInterrupt()])
+def test_an_error_and_an_interrupt_drop_what_is_queued(monkeypatch, error):
+    """Every program takes a moment; the first ends in the error, or Ctrl-C comes while they compile."""
+    params, table = program_weights(tiny_params("mamba2", **SMALL)), ProgramTable()
+    began = []
+
+    def lower(params, spec):
+        began.append(spec)
+        if len(began) == 1 and isinstance(error, ValueError):
+            raise error
+        if len(began) == 3 and isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        return jax.jit(lambda x: x + 1).lower(1.0)
+
+    monkeypatch.setattr("mamba_jax.programs.lower_program", lower)
+    with pytest.raises(type(error)):
+        compile_programs(params, [Spec("init", batch) for batch in range(1, 201)], table=table)
+    ended = len(began)
+    assert ended < 150
+    time.sleep(0.3)
+    assert len(began) == ended  # nothing goes on behind
 
 
 CHILD = """

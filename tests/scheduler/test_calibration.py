@@ -1,7 +1,9 @@
 """Tables of timings: what they choose, where they are looked for, what is refused."""
 
+import concurrent.futures
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -11,6 +13,7 @@ from mamba_jax.scheduler.calibration import (
     Calibration,
     Shape,
     Timing,
+    check_table,
     device_name,
     find_calibration,
     read_calibrations,
@@ -98,12 +101,22 @@ def table(shape=None, **changes):
         ('{"version": 1, "device": "d", "calibrations": [{}]}', "shape"),
         ("[]", "no table of timings"),
         ("[" * 100_000, "no table of timings"),
-        (table(chunk_size="16"), "chunk_size: got '16', wanted an integer of at least 1"),
-        (table(chunk_size=0), "chunk_size: got 0, wanted an integer of at least 1"),
-        (table(length=16.5), "length: got 16.5, wanted an integer of at least 1"),
-        (table(length=True), "length: got True, wanted an integer of at least 1"),
+        ("{}", "there is no 'version'"),
+        ("\xff", "no table of timings"),
+        (table(chunk_size="16"), "chunk_size: got '16', wanted an integer from 1 to 16"),
+        (table(chunk_size=0), "chunk_size: got 0, wanted an integer from 1 to 16"),
+        (table(chunk_size=17), "chunk_size: got 17, wanted an integer from 1 to 16"),
+        (table(length=16.5), "length: got 16.5, wanted an integer from 1 to 16384"),
+        (table(length=True), "length: got True, wanted an integer from 1 to 16384"),
+        (table(length=2**14 + 1), "length: got 16385, wanted an integer from 1 to 16384"),
+        (table(length=10**400), "length: got 1000"),
         (table(seconds=["a"]), "seconds: got 'a', wanted numbers above 0"),
         (table(seconds=[0.1, -0.1]), "seconds: got -0.1, wanted numbers above 0"),
+        (table(seconds=[math.nan]), "seconds: got nan, wanted numbers above 0"),
+        (table(seconds=[10**400]), "seconds: got 1000"),
+        (table(shape={"layer": "mamba2", "d_model": 10**400, "dtype": "float32", "batch": 1}), "d_model: got 1000"),
+        (table(shape={"layer": 2, "d_model": 8, "dtype": "float32", "batch": 1}), "layer 2"),
+        (table(shape={"layer": "mamba2", "d_model": 8, "dtype": 32, "batch": 1}), "dtype 32"),
         (table(shape={"layer": "mamba2", "d_model": "x", "dtype": "float32", "batch": 1}), "d_model: got 'x'"),
         (table(shape={"d_model": 8, "dtype": "float32", "batch": 1}), "layer"),
         (table(shape={"layer": "mamba2", "d_model": 8, "dtype": "float32", "batch": -4}), "batch: got -4"),
@@ -111,10 +124,80 @@ def table(shape=None, **changes):
 )
 def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path = tmp_path / "timings-x.json"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as error:
         read_calibrations(path)
     assert str(path) in str(error.value)
+
+
+def own_file(folder):
+    """The file of the test device in the user's folder."""
+    path = calibration.table_path("Test Device")
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no table of timings"),
+        (table(length=10**9).replace('"d"', '"Test Device"'), "length: got 1000000000"),
+        (table(), "device: got 'd', wanted 'Test Device'"),
+        (table().replace('"d"', '"Test Device"'), "shape: got d_model, layer, wanted d_model, layer, n_layer"),
+        (None, "Is a directory"),
+    ],
+)
+def test_a_bad_own_file_is_warned_about_once_and_the_shipped_one_serves(folder, caplog, content, message):
+    write_calibration(measured(shape(), best=128), folder / "shipped")
+    own_file(folder).mkdir() if content is None else own_file(folder).write_text(content)
+    for batch in (1, 2, 1):
+        assert find_calibration("Test Device", shape(batch)).best[256].chunk_size == 128
+    (record,) = caplog.records
+    assert message in record.getMessage()
+    assert str(own_file(folder)) in record.getMessage()
+
+
+def test_without_a_shipped_one_nothing_serves_and_another_bad_file_is_warned_about_again(folder, caplog):
+    for content in ("{", "{ "):
+        own_file(folder).write_text(content)
+        assert find_calibration("Test Device", shape()) is None
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("own", ["~nouser/x", "x" * 300])
+def test_where_the_user_has_no_folder_what_ships_serves(folder, monkeypatch, own):
+    write_calibration(measured(shape(), best=128), folder / "shipped")
+    monkeypatch.setenv("MAMBA_JAX_CACHE", own)
+    assert find_calibration("Test Device", shape()).best[256].chunk_size == 128
+
+
+def test_a_calibration_in_which_nothing_fitted_hides_none(folder):
+    write_calibration(measured(shape(), best=128), folder / "shipped")
+    write_calibration(dataclasses.replace(measured(shape()), timings=(Timing(64, 64, (), "no memory"),)))
+    assert find_calibration("Test Device", shape()).best[256].chunk_size == 128
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no table of timings"),
+        (table(), "device: got 'd', wanted 'Test Device'"),
+        (table().replace('"d"', '"Test Device"'), "shape: got d_model, layer, wanted"),
+    ],
+)
+def test_nothing_is_added_to_a_file_of_another_kind(folder, content, message):
+    own_file(folder).write_text(content)
+    for call in (lambda: write_calibration(measured(shape())), lambda: check_table("Test Device", shape())):
+        with pytest.raises(ValueError, match=f"{message}.*delete it or name another folder"):
+            call()
+    assert own_file(folder).read_text() == content
+
+
+def test_several_writers_lose_nothing(folder):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda batch: write_calibration(measured(shape(batch))), range(1, 25)))
+    assert sorted(each.shape.batch for each in read_calibrations(own_file(folder))) == [*range(1, 25)]
+    assert {path.suffix for path in own_file(folder).parent.iterdir()} <= {".json", ".lock"}
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)

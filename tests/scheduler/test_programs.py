@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import re
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,32 @@ def test_a_failed_compilation_leaves_nothing_behind():
     assert KEY not in table
     assert table.compilations == []
     table.get(KEY, lower)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_an_interrupt_is_for_its_own_thread_and_those_that_wait_compile_themselves(error):
+    table, began, go = ProgramTable(), threading.Event(), threading.Event()
+
+    def interrupted():
+        began.set()
+        assert go.wait(60)
+        raise error("here")
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = pool.submit(table.get, KEY, interrupted)
+        assert began.wait(60)
+        others = [pool.submit(table.get, KEY, lower) for _ in range(2)]
+        time.sleep(0.1)  # they wait by now
+        go.set()
+        with pytest.raises(error, match="here"):
+            first.result()
+        if error is RuntimeError:  # what cannot be compiled cannot be by the others either
+            for other in others:
+                with pytest.raises(error, match="here"):
+                    other.result()
+        else:
+            assert others[0].result() is others[1].result()
+            assert len(table.compilations) == 1
 
 
 def test_programs_take_weights_as_arguments_and_donate_the_cache():

@@ -3,9 +3,10 @@
 import functools
 import time
 
+import numpy as np
 import pytest
 
-from mamba_jax.scheduler.segments import DEFAULT_COSTS, batch_bucket, lengths_used, plan_segments
+from mamba_jax.scheduler.segments import DEFAULT_COSTS, batch_bucket, batch_buckets, lengths_used, plan_segments
 
 MEASURED = {16: 3.1, 64: 4.0, 256: 21.0, 1024: 60.0}  # not in proportion: 256 costs more than four times 64
 
@@ -53,19 +54,59 @@ def test_planning_costs_microseconds():
 
 def test_batches_are_filled_up():
     assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 100)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 104]
-    with pytest.raises(ValueError, match="batch: got 0"):
-        batch_bucket(0)
+    for batch in (0, 2**16 + 1, 10**400, True, 2.0, "8", None):
+        with pytest.raises(ValueError, match="batch: got"):
+            batch_bucket(batch)
+
+
+@pytest.mark.parametrize(
+    "batch", [[8, 1, 7], (1, 8), {1, 8}, range(1, 9, 7), iter([1, 8]), np.array([1, 8]), [np.int64(1), np.int32(8)]]
+)
+def test_several_batches_each_once(batch):
+    assert batch_buckets(batch) == (1, 8)
+
+
+def test_one_batch():
+    assert batch_buckets(3) == batch_buckets(np.int64(3)) == (4,)
+
+
+@pytest.mark.parametrize(
+    "batch", ["8", b"8", "", True, 1.0, None, [], [1.0], [True], ["8"], [[1, 2]], range(1, 10**12), np.array([[1]])]
+)
+def test_what_is_no_number_of_prompts_is_named(batch):
+    with pytest.raises(ValueError, match="batch: got"):
+        batch_buckets(batch)
 
 
 @pytest.mark.parametrize(
     ("length", "costs", "name"),
-    [(0, {16: 1.0}, "length"), (5, {}, "costs"), (5, {0: 1.0}, "costs"), (5, {16: 0.0}, "costs")],
+    [
+        (0, {16: 1.0}, "length"),
+        (2**26 + 1, {16: 1.0}, "length"),
+        (10**12, {16: 1.0}, "length"),
+        (True, {16: 1.0}, "length"),
+        (5.0, {16: 1.0}, "length"),
+        (5, {}, "costs"),
+        (5, {0: 1.0}, "costs"),
+        (5, {2**14 + 1: 1.0}, "costs"),
+        (5, {16: 0.0}, "costs"),
+    ],
 )
 def test_bad_arguments_are_named(length, costs, name):
     with pytest.raises(ValueError, match=f"{name}: got"):
         plan_segments(length, costs)
 
 
+def test_the_longest_texts_are_planned_and_looked_through_in_no_time():
+    start = time.perf_counter()
+    plan = plan_segments(2**26 - 1, MEASURED)
+    assert 2**26 - 1 <= sum(plan) < 2**26 + 16
+    assert lengths_used(2**25, 2**26, MEASURED) == lengths_used(5000, 15000, MEASURED)
+    assert time.perf_counter() - start < 5  # half a second on an idle machine
+
+
 def test_a_bad_range_is_named():
+    with pytest.raises(ValueError, match="lengths: got 1 to 67108865, wanted 1 to 67108864"):
+        lengths_used(1, 2**26 + 1)
     with pytest.raises(ValueError, match="lengths: got 5 to 4"):
         lengths_used(5, 4)
