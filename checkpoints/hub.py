@@ -10,8 +10,10 @@ from mamba_jax.checkpoints.files import (
     INDEX_SUFFIX,
     TOKENIZER_FILES,
     choose_weights,
+    path_text,
     read_index,
 )
+from mamba_jax.checkpoints.messages import shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TIMEOUT = 10.0  # seconds, as huggingface_hub waits for what a file is
@@ -32,17 +34,16 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
         ValueError: if there is no such folder or repository; the message says what was tried.
         OSError: if the hub cannot be reached and the cache does not hold the repository.
     """
-    if not isinstance(name, str | os.PathLike):
-        raise ValueError(f"path_or_hub_id: got {name!r:.80}, wanted a folder, or a hub id such as 'owner/name'")
-    text, path = os.fspath(name), Path(name).expanduser()
-    if text and path.is_dir():
+    text = path_text("path_or_hub_id", name, "a folder, or a hub id such as 'owner/name'")
+    path = Path(name).expanduser()
+    if path.is_dir():
         if revision is not None:
-            raise ValueError(f"revision: got {revision!r} for the local folder {path}, wanted None")
+            raise ValueError(f"revision: got {revision!r:.80} for the local folder {path}, wanted None")
         return path
     if path.is_file():
         raise ValueError(f"{path}: is a file, wanted the folder that holds config.json and the weights")
     if not isinstance(name, str) or not _HUB_ID.fullmatch(text) or ".." in text:
-        raise ValueError(f"{text!r}: no such folder, and no hub id, which would read 'owner/name'")
+        raise ValueError(f"{shown(text)}: no such folder, and no hub id, which would read 'owner/name'")
     return _snapshot(text, revision, progress)
 
 

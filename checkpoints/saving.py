@@ -12,9 +12,10 @@ import numpy as np
 
 from mamba_jax.arguments import as_integer
 from mamba_jax.checkpoints.config_writing import write_config, write_generation_config
-from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_FILES
+from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_FILES, path_text
 from mamba_jax.checkpoints.hub import download
 from mamba_jax.checkpoints.keys import LAYOUTS, Layout, Weight, file_weights, leaves
+from mamba_jax.checkpoints.messages import some
 from mamba_jax.checkpoints.safetensors_file import write_safetensors
 from mamba_jax.params import Params, check_params
 
@@ -41,10 +42,9 @@ def save(
         OSError: if a file cannot be written.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout: got {layout!r:.80}, wanted one of {', '.join(LAYOUTS)}")
     as_integer("max_shard_size", max_shard_size, 1)
-    if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory: got {directory!r:.80}, wanted the path of a folder")
+    path_text("directory", directory, "the path of a folder")
     check_params(params)  # others would not load
     config = write_config(params.config, params.text, params.dtype.name, layout)
     target = Path(directory).expanduser()
@@ -77,7 +77,7 @@ def _refuse_occupied(target: Path) -> None:
     found = [item.name for item in target.iterdir()] if target.exists() else []
     there = sorted(name for name in found if name in taken or name.endswith((".safetensors", ".bin", INDEX_SUFFIX)))
     if there:
-        raise ValueError(f"{target}: holds {', '.join(there)}, which are not overwritten; wanted another folder")
+        raise ValueError(f"{target}: holds {some(there)}, which are not overwritten; wanted another folder")
 
 
 def _tokenizer_folder(tokenizer: str | None) -> Path | None:

@@ -81,8 +81,14 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def _files_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What tells a tokenizer from one that lay in the folder before: its files, their inodes, sizes and times."""
+    """What tells a tokenizer from one that lay in the folder before: its files, their inodes, sizes and times.
+
+    Raises:
+        ValueError: if one is no regular file; transformers might wait for it for ever.
+    """
     found = [(name, folder / name) for name in (*TOKENIZER_FILES, *CONFIG_FILES)]
+    if waiting := [file for _, file in found if file.exists() and not file.is_file()]:
+        raise ValueError(f"tokenizer: {waiting[0]} is not a regular file")
     stats = [(name, file.stat()) for name, file in found if file.is_file()]
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
