@@ -46,7 +46,7 @@ _ARCHITECTURES: dict[str, Dialect] = {
     "FalconMambaForCausalLM": "falcon_mamba",
     "FalconMambaModel": "falcon_mamba",
 }
-_MODEL_TYPES = ("mamba", "mamba2", "falcon_mamba")
+_MODEL_TYPES: dict[str, Dialect] = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "falcon_mamba"}
 # Spellings of "this layer is Mamba" in lists of layer kinds; Nemotron-H writes a letter for each layer.
 _MAMBA_LAYERS = frozenset({"mamba", "mamba2", "linear_attention", "M"})
 # Keys that say which layers have attention.
@@ -163,13 +163,14 @@ def _named_dialect(raw: Mapping[str, Any], where: str) -> Dialect | None:
         raise ValueError(f"{where}: unknown architecture: model_type {shown(model_type)}; wanted {_WANTED}")
     if unknown := [name for name in architectures if name not in _ARCHITECTURES]:
         raise ValueError(f"{where}: unknown architecture {some(unknown)}; wanted {_WANTED}")
-    known = {_ARCHITECTURES[name] for name in architectures}
-    named = {kind for kind in (model_type, *known) if kind not in (None, "original")}
+    kinds = [_MODEL_TYPES[model_type]] if model_type is not None else []
+    kinds += [_ARCHITECTURES[name] for name in architectures]
+    named = dict.fromkeys(kind for kind in kinds if kind != "original")
     if len(named) > 1:
         raise ValueError(
             f"{where}: model_type {model_type!r} contradicts architectures {some(architectures)}, or these each other"
         )
-    return next(iter(named), "original" if known else None)
+    return next(iter(named), "original" if kinds else None)
 
 
 def _guess_dialect(raw: Mapping[str, Any], where: str) -> Dialect:
@@ -197,8 +198,8 @@ def _refuse_other_layers(raw: Mapping[str, Any], where: str) -> None:
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds = raw.get(key) or []
         listed = isinstance(kinds, list | tuple) or (isinstance(kinds, str) and key == "hybrid_override_pattern")
-        others = sorted({str(kind) for kind in kinds} - _MAMBA_LAYERS) if listed else [kinds]
-        if others:
+        names = [kind if isinstance(kind, str) else shown(kind) for kind in (kinds if listed else [kinds])]
+        if others := [name for name in dict.fromkeys(names) if name not in _MAMBA_LAYERS]:
             raise ValueError(f"{where}: {key}: hybrid: has layers {some(others)}; wanted {_WANTED}")
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):

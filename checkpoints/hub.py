@@ -13,7 +13,7 @@ from mamba_jax.checkpoints.files import (
     path_text,
     read_index,
 )
-from mamba_jax.checkpoints.messages import shown
+from mamba_jax.checkpoints.messages import reason, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TIMEOUT = 10.0  # seconds, as huggingface_hub waits for what a file is
@@ -64,10 +64,7 @@ def find_tokenizer(repository: str) -> Path:
     except RepositoryNotFoundError as error:
         raise ValueError(f"{repository!r}: {tried}, and no hub repository (tried {_endpoint()})") from error
     except (HTTPError, OSError) as error:
-        raise OSError(
-            f"{repository!r}: {tried}; the hub could not be reached (tried {_endpoint()}), and the cache does not hold "
-            f"it (tried {_cache()}): {error}"
-        ) from error
+        raise OSError(f"{repository!r}: {tried}; {_unreached()}: {reason(error)}") from error
 
 
 def download(repository: str, files: list[str], revision: str | None, progress: bool) -> Path:
@@ -111,8 +108,7 @@ def _snapshot(repository: str, revision: str | None, progress: bool) -> Path:
         return download(repository, files, revision, progress)
     except (HTTPError, OSError) as error:
         raise OSError(
-            f"{repository!r}: no such folder (tried {Path(repository).absolute()}); the hub could not be reached "
-            f"(tried {_endpoint()}), and the cache does not hold it (tried {_cache()}): {error}"
+            f"{repository!r}: no such folder (tried {Path(repository).absolute()}); {_unreached()}: {reason(error)}"
         ) from error
 
 
@@ -122,7 +118,9 @@ def _endpoint() -> str:
     return constants.ENDPOINT
 
 
-def _cache() -> str:
+def _unreached() -> str:
     from huggingface_hub import constants
 
-    return constants.HF_HUB_CACHE
+    offline = "offline mode (HF_HUB_OFFLINE) keeps the hub from being asked"
+    hub = offline if constants.HF_HUB_OFFLINE else f"the hub could not be reached (tried {_endpoint()})"
+    return f"{hub}, and the cache does not hold it (tried {constants.HF_HUB_CACHE})"

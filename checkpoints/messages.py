@@ -15,6 +15,11 @@ def clip(text: object, longest: int = _LONGEST) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def reason(error: Exception) -> str:
+    """What an error of another library says, on one line and without the full stop."""
+    return clip(" ".join(str(error).split()), 1000).rstrip(".") or type(error).__name__
+
+
 def shown(value: Any) -> str:
     """The `repr` of a value, cut if it is long."""
     try:
@@ -26,4 +31,4 @@ def shown(value: Any) -> str:
 def some(names: Sequence[object], separator: str = ", ") -> str:
     """The first of some names, each cut if it is long, and how many more there are."""
     rest = [f"and {len(names) - _MOST} more"] if len(names) > _MOST else []
-    return separator.join([*map(clip, names[:_MOST]), *rest])
+    return separator.join([*(clip(name) if isinstance(name, str) else shown(name) for name in names[:_MOST]), *rest])

@@ -16,6 +16,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mamba_jax.checkpoints import save
+from mamba_jax.checkpoints.messages import some
+from mamba_jax.checkpoints.safetensors_file import read_safetensors
 from mamba_jax.generate import as_rows, generate
 from mamba_jax.models import forward
 from mamba_jax.params import Params
@@ -208,12 +210,12 @@ def recorded(file: Path, dtype: str) -> Outputs:
         dtype: of our weights.
 
     Raises:
-        ValueError: if the file has no ids, or nothing to compare.
+        ValueError: if the file is no safetensors, has no ids, or nothing to compare.
         OSError: if it cannot be read.
     """
-    tensors = load_file(file)
+    tensors = {name: tensor.map() for name, tensor in read_safetensors(file).items()}
     if "ids" not in tensors:
-        raise ValueError(f"{file}: got tensors {sorted(tensors)}, wanted 'ids' among them")
+        raise ValueError(f"{file}: got tensors {some(sorted(tensors)) or 'none'}, wanted 'ids' among them")
     half = "_bf16" if dtype == "bfloat16" else ""
     hidden, last = tensors.get("truth_hidden"), tensors.get("last_hidden")
     truth = _first(tensors, "truth_logits", "")
@@ -240,7 +242,9 @@ def recorded(file: Path, dtype: str) -> Outputs:
         their_error=error,
     )
     if found.hidden is None and found.logits is None and found.argmax is None:
-        raise ValueError(f"{file}: got tensors {sorted(tensors)}, wanted hidden states, logits or argmax among them")
+        raise ValueError(
+            f"{file}: got tensors {some(sorted(tensors)) or 'none'}, wanted hidden states, logits or argmax among them"
+        )
     return found
 
 

@@ -384,10 +384,14 @@ def test_the_command_runs_shards_and_merges_them(params, data, tokenizer, tmp_pa
     assert CliRunner().invoke(cli.app, ["longbench", *options, "--shard", "x"]).exit_code == 2
 
 
-def test_a_missing_package_is_named_before_anything_runs(params, data, tmp_path, monkeypatch):
+def test_a_missing_package_is_named_before_anything_runs_but_after_the_data(
+    params, tokenizer, data, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "rouge", None)
+    with pytest.raises(ValueError, match=r"dataset2prompt\.json"):
+        run(params, tmp_path, tmp_path / "out", tokenizer=tokenizer)
     with pytest.raises(ImportError, match=r"needs the package rouge: pip install 'mamba-jax\[eval\]'"):
-        run(params, data, tmp_path / "out")
+        run(params, data, tmp_path / "out", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
 
 

@@ -80,7 +80,6 @@ def run(
         ValueError: if an argument or a file does not fit, or `out` holds a run of another configuration.
         ImportError: if the package `rouge` is missing.
     """
-    require_rouge()
     _check(max_length=max_length, max_new_tokens=max_new_tokens, batch=batch, shard=shard)
     source = tokenizer if tokenizer is not None else params.text.tokenizer
     if source is None:
@@ -90,6 +89,7 @@ def run(
     loaded = text_lib.load_tokenizer(source) if isinstance(source, str) else source
     chosen, folder = as_policy(policy), Path(out)
     found = _tasks(Path(data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
+    require_rouge()
     config = {
         "model": name,
         "weights": records.fingerprint(params),
