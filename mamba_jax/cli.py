@@ -59,12 +59,13 @@ def _check_stop(value: list[str] | None) -> list[str] | None:
 def _check_policy(value: Any) -> Any:
     """Of one policy, or of several."""
     for name in value if isinstance(value, list) else [value] if value is not None else []:
+        from mamba_jax.checkpoints.messages import clip
         from mamba_jax.planning import as_policy
 
         try:
             as_policy(name)
         except (ValueError, OSError) as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(clip(error, 1000)) from error
     return value
 
 
@@ -74,14 +75,14 @@ def _check_deciding(value: str) -> str:
 
     _check_policy(value)
     if watch_for(as_policy(value)) is None:
-        raise typer.BadParameter(f"got {value!r}, wanted one that looks at a statistic, as 'entropy:sampled' does")
+        raise typer.BadParameter(f"got {value!r:.80}, wanted one that looks at a statistic, as 'entropy:sampled' does")
     return value
 
 
 def _check_other(value: str) -> str:
     """Of what parity is told to compare with."""
     if value not in ("transformers", "mamba_ssm") and not Path(value).is_file():
-        raise typer.BadParameter(f"got {value!r}, wanted transformers, mamba_ssm, or a file that is there")
+        raise typer.BadParameter(f"got {value!r:.80}, wanted transformers, mamba_ssm, or a file that is there")
     return value
 
 
@@ -802,6 +803,8 @@ def layers(
     import mamba_jax
 
     text = _decode(file.read_bytes(), str(file))
+    if not text:
+        raise ValueError("got an empty text, wanted one to measure on")
     _write(f"{mamba_jax.fix_layers(_load(model, dtype), text, policy, tokenizer=tokenizer).name}\n")
 
 

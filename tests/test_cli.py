@@ -408,6 +408,8 @@ def test_wrong_use_is_2_before_any_model_is_read(run, args, monkeypatch):
 def test_what_the_arguments_alone_do_not_tell_is_1(run, model, bare_model, tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("[]")
     (tmp_path / "not.safetensors").write_bytes(b"x" * 100)
     for args, message in [
         (["info", "-m", tmp_path / "absent"], "no such folder"),
@@ -418,7 +420,11 @@ def test_what_the_arguments_alone_do_not_tell_is_1(run, model, bare_model, tmp_p
         (["perplexity", "--text", tmp_path / "empty.txt", "-m", model], "text: got 0 tokens, wanted"),
         (["perplexity", "--text", tmp_path / "bytes.txt", "-m", model], "no UTF-8 text"),
         (["longbench", "--data", tmp_path, "-m", model, "--out", tmp_path / "out"], "dataset2prompt.json"),
-        (["longbench", "--merge", tmp_path, "--out", tmp_path / "out"], "holds no run"),
+        (["longbench", "--merge", tmp_path / "run", "--out", tmp_path / "out"], "run.json: got []"),
+        (["longbench", "--merge", model, "--out", tmp_path / "out"], "holds no run"),
+        (["perplexity", "--text", __file__, "-m", model, "--out", tmp_path / "run"], "run.json: got []"),
+        (["layers", tmp_path / "empty.txt", "-m", model], "got an empty text"),
+        (["parity", "--against", "transformers", "--text", tmp_path / "empty.txt", "-m", model], "text: got ''"),
         (["parity", "--against", tmp_path / "not.safetensors", "-m", model], "not safetensors"),
         (["convert", model, model, "--layout", "hf"], "not overwritten"),
     ]:

@@ -149,6 +149,8 @@ def merge(shards: Sequence[str | Path], out: str | Path | None = None) -> Summar
     runs = [records.read_run(folder) for folder in folders]
     configs = [{key: value for key, value in run["config"].items() if key != "shard"} for run in runs]
     for folder, config in zip(folders, configs, strict=True):
+        if not {"tasks", "offset", "model", "dtype", "policy", "max_length"} <= config.keys():
+            raise ValueError(f"shards: got {folder}, which holds a run of something else, wanted one of LongBench")
         if config != configs[0]:
             differing = sorted(key for key in config | configs[0] if config.get(key) != configs[0].get(key))
             raise ValueError(
