@@ -5,6 +5,7 @@ is looked for; 1 any other error; 130 interrupted.
 """
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -135,6 +136,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if sys.stdout is None:  # before a file that is opened takes its place
         sys.stderr.write("error: stdout is closed\n")
         sys.exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks becomes a "?"
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -889,11 +892,8 @@ def _enable_cache() -> None:
 
 
 def _write(text: str) -> None:
-    """Write to stdout at once; a character that the terminal's encoding lacks becomes a question mark."""
-    if sys.stdout is None:
-        raise OSError("stdout is closed")
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    """Write to stdout at once."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

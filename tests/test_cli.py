@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -449,11 +450,17 @@ def test_stdin_that_is_no_text(run, model):
     assert "stdin: got bytes that are no UTF-8 text" in err
 
 
-def test_stdout_that_cannot_show_a_character(model, monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="")
-    monkeypatch.setattr(sys, "stdout", out)
-    cli._write("é🙂!\n")
-    assert out.buffer.getvalue() == b"??!\n"
+def test_stdout_that_cannot_show_a_character(model, tmp_path, monkeypatch):
+    folder = str(tmp_path / "é\udcff")
+    shutil.copytree(model, folder)
+    for args, shown in [(["score", "é🙂!", "-m", model], b'"?'), (["info", "-m", folder], b"??")]:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as end:
+            cli.main(args)
+        out.flush()
+        assert end.value.code in (None, 0)
+        assert shown in out.buffer.getvalue()
 
 
 # As a process
