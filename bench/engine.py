@@ -43,6 +43,7 @@ from mamba_jax.programs import (
 )
 
 TURN = 0.2  # seconds of a short task's runs between two probes
+LEAST_NEW = 16  # tokens between a short and a long generation; the difference of fewer is noise
 AGREE = 0.15  # largest relative difference of two probes around a timing that counts
 
 
@@ -215,6 +216,8 @@ def summarise(timings: list[Timing], ours: Ours, rate: float) -> list[dict[str, 
     state = _state_bytes(ours)
     rows = []
     for timing in timings:
+        if timing.seconds <= 0:
+            raise ValueError(f"{timing.contender}, {timing.task}: more tokens took no longer: set --new further apart")
         tokens = ours.batch * (1 if timing.task == "decode" else int(timing.task.split()[1]))
         row = {
             "contender": timing.contender,
@@ -294,6 +297,9 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """Time whole models with random weights."""
+    if not 1 <= new[0] <= new[1] - LEAST_NEW:
+        problem = f"got {new[0]} {new[1]}, wanted a short and a long generation, {LEAST_NEW} tokens or more apart"
+        raise typer.BadParameter(problem, param_hint="--new")
     lengths = prefill or [512, 2048]
     probe = bandwidth_probe()
     packages = ("jax", "jaxlib", *(("torch", "transformers") if against == "transformers" else ()))

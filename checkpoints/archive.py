@@ -7,6 +7,7 @@ from mamba_jax.checkpoints.files import INDEX_SUFFIX, choose_weights, read_index
 from mamba_jax.checkpoints.safetensors_file import read_safetensors
 from mamba_jax.checkpoints.stored import StoredTensor
 from mamba_jax.checkpoints.torch_file import read_torch
+from mamba_jax.messages import clip, some
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
@@ -33,18 +34,18 @@ def _open_file(file: Path) -> dict[str, StoredTensor]:
 def _open_shards(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_index(index)
     shards = sorted(set(weight_map.values()))
-    absent = [name for name in shards if not (index.parent / name).is_file()]
+    absent = [name for name in shards if not (index.parent / name).exists()]
     if absent:
-        raise ValueError(f"{index}: names {', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not there")
+        raise ValueError(f"{index}: names {some(absent)}, which {'is' if len(absent) == 1 else 'are'} not there")
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for shard in shards:
         for name, tensor in _open_file(index.parent / shard).items():
             if weight_map.get(name) != shard:
                 listed = weight_map.get(name, "no file")
-                problems.append(f"{name} lies in {shard}, the index has it in {listed}")
+                problems.append(f"{clip(name)} lies in {shard}, the index has it in {listed}")
             tensors[name] = tensor
-    problems += [f"{name} is not in {shard}" for name, shard in weight_map.items() if name not in tensors]
+    problems += [f"{clip(name)} is not in {shard}" for name, shard in weight_map.items() if name not in tensors]
     if problems:
-        raise ValueError(f"{index}: does not agree with its shards: {'; '.join(problems)}")
+        raise ValueError(f"{index}: does not agree with its shards: {some(problems, '; ')}")
     return tensors

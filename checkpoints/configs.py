@@ -9,12 +9,14 @@ A key that is not used is ignored, except where it would change the maths: hybri
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, has_tokenizer, read_json
 from mamba_jax.config import MambaConfig
+from mamba_jax.messages import clip, shown, some
 from mamba_jax.params import TextInfo
 
 Dialect = Literal["original", "mistral", "mamba", "mamba2", "falcon_mamba"]
@@ -44,8 +46,17 @@ _ARCHITECTURES: dict[str, Dialect] = {
     "FalconMambaForCausalLM": "falcon_mamba",
     "FalconMambaModel": "falcon_mamba",
 }
-# Spellings of "this layer is Mamba" in lists of layer kinds.
-_MAMBA_LAYERS = frozenset({"mamba", "mamba2", "linear_attention"})
+_MODEL_TYPES: dict[str, Dialect] = {"mamba": "mamba", "mamba2": "mamba2", "falcon_mamba": "falcon_mamba"}
+# Spellings of "this layer is Mamba" in lists of layer kinds; Nemotron-H writes a letter for each layer.
+_MAMBA_LAYERS = frozenset({"mamba", "mamba2", "linear_attention", "M"})
+# Keys that say which layers have attention.
+_ATTENTION_LAYERS = (
+    "attn",
+    "attn_layer_idx",
+    "attn_layer_indices",
+    "attn_layer_period",
+    "hybrid_layer_ids",
+)
 _ATTENTION_KEYS = (
     "attn_layer_indices",
     "hybrid_override_pattern",
@@ -85,13 +96,13 @@ def read_config(folder: Path) -> tuple[MambaConfig, TextInfo]:
     Raises:
         ValueError: as `parse_config`, or if there is no config.
     """
-    path = next((folder / name for name in CONFIG_FILES if (folder / name).is_file()), None)
+    path = next((folder / name for name in CONFIG_FILES if os.path.lexists(folder / name)), None)
     if path is None:
-        found = ", ".join(sorted(item.name for item in folder.iterdir())) or "nothing"
+        found = some(sorted(os.listdir(folder))) or "nothing"
         raise ValueError(f"{folder}: no {' or '.join(CONFIG_FILES)}; found {found}")
     config, text = parse_config(read_json(path), str(path))
     generation = folder / GENERATION_CONFIG
-    if generation.is_file():
+    if os.path.lexists(generation):
         text = _read_text(read_json(generation), str(generation), text, config.padded_vocab_size)
     return config, dataclasses.replace(text, tokenizer=str(folder.absolute()) if has_tokenizer(folder) else None)
 
@@ -140,23 +151,26 @@ def _dialect(raw: Mapping[str, Any], where: str) -> Dialect:
 def _named_dialect(raw: Mapping[str, Any], where: str) -> Dialect | None:
     """What model_type and architectures say, if they are there."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or []
-    if not isinstance(architectures, list | tuple):
-        raise ValueError(f"{where}: architectures: got {architectures!r}, wanted a list of names")
-    names = [model_type] if model_type is not None else []
-    for name in [*names, *architectures]:
-        plain = str(name).lower().replace("_", "").removesuffix("forcausallm")
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{where}: architectures: got {shown(architectures)}, wanted a list of names")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"{where}: model_type: got {shown(model_type)}, wanted a name")
+    for name in [*([] if model_type is None else [model_type]), *architectures]:
+        plain = name.lower().replace("_", "").removesuffix("forcausallm")
         if plain in {hybrid.replace("_", "") for hybrid in _HYBRIDS}:
-            raise ValueError(f"{where}: {name} is a hybrid: it has attention or MLP layers too; wanted {_WANTED}")
-    known = [_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES]
-    if model_type is None:
-        if architectures and not known:
-            raise ValueError(f"{where}: unknown architecture {', '.join(map(str, architectures))}; wanted {_WANTED}")
-        return known[0] if known else None
-    if model_type not in ("mamba", "mamba2", "falcon_mamba"):
-        raise ValueError(f"{where}: unknown architecture: model_type {model_type!r}; wanted {_WANTED}")
-    if known and known[0] not in (model_type, "original"):
-        raise ValueError(f"{where}: model_type {model_type!r} contradicts architectures {architectures}")
-    return model_type
+            raise ValueError(f"{where}: {clip(name)} is a hybrid: it has attention or MLP layers too; wanted {_WANTED}")
+    if model_type not in (None, *_MODEL_TYPES):
+        raise ValueError(f"{where}: unknown architecture: model_type {shown(model_type)}; wanted {_WANTED}")
+    if unknown := [name for name in architectures if name not in _ARCHITECTURES]:
+        raise ValueError(f"{where}: unknown architecture {some(unknown)}; wanted {_WANTED}")
+    kinds = [_MODEL_TYPES[model_type]] if model_type is not None else []
+    kinds += [_ARCHITECTURES[name] for name in architectures]
+    named = dict.fromkeys(kind for kind in kinds if kind != "original")
+    if len(named) > 1:
+        raise ValueError(
+            f"{where}: model_type {model_type!r} contradicts architectures {some(architectures)}, or these each other"
+        )
+    return next(iter(named), "original" if kinds else None)
 
 
 def _guess_dialect(raw: Mapping[str, Any], where: str) -> Dialect:
@@ -173,21 +187,23 @@ def _guess_dialect(raw: Mapping[str, Any], where: str) -> Dialect:
 
 
 def _refuse_other_layers(raw: Mapping[str, Any], where: str) -> None:
-    if raw.get("attn_layer_idx"):
-        raise ValueError(f"{where}: attn_layer_idx: hybrid: attention layers {raw['attn_layer_idx']}; wanted {_WANTED}")
+    for key in _ATTENTION_LAYERS:
+        if raw.get(key):
+            raise ValueError(f"{where}: {key}: hybrid: attention layers {shown(raw[key])}; wanted {_WANTED}")
     if raw.get("d_intermediate"):
         raise ValueError(
-            f"{where}: d_intermediate: got {raw['d_intermediate']}: MLP layers between the mixers; wanted 0, {_WANTED}"
+            f"{where}: d_intermediate: got {shown(raw['d_intermediate'])}: MLP layers between the mixers; "
+            f"wanted 0, {_WANTED}"
         )
-    for key in ("layer_types", "layers_block_type"):
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds = raw.get(key) or []
-        others = sorted({str(kind) for kind in kinds} - _MAMBA_LAYERS) if isinstance(kinds, list | tuple) else [kinds]
-        if others:
-            raise ValueError(f"{where}: {key}: hybrid: has layers {', '.join(map(str, others))}; wanted {_WANTED}")
-    if raw.get("quantization_config"):
-        raise ValueError(
-            f"{where}: quantization_config: quantised weights are not supported; wanted bfloat16 to float32"
-        )
+        listed = isinstance(kinds, list | tuple) or (isinstance(kinds, str) and key == "hybrid_override_pattern")
+        names = [kind if isinstance(kind, str) else shown(kind) for kind in (kinds if listed else [kinds])]
+        if others := [name for name in dict.fromkeys(names) if name not in _MAMBA_LAYERS]:
+            raise ValueError(f"{where}: {key}: hybrid: has layers {some(others)}; wanted {_WANTED}")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            raise ValueError(f"{where}: {key}: quantised weights are not supported; wanted bfloat16 to float32")
 
 
 def _from_mistral(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -203,7 +219,7 @@ def _parse_original(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     top, ssm = _Keys(raw, where), _Keys(_section(raw, "ssm_cfg", where), f"{where}: ssm_cfg")
     layer = ssm.raw.get("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
-        raise ValueError(f"{where}: ssm_cfg: layer: got {layer!r}, wanted 'Mamba1' or 'Mamba2'")
+        raise ValueError(f"{where}: ssm_cfg: layer: got {shown(layer)}, wanted 'Mamba1' or 'Mamba2'")
     d_model = top.integer("d_model")
     shared = {
         "vocab_size": top.integer("vocab_size"),
@@ -243,7 +259,7 @@ def _parse_original(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _shared_hf(keys: "_Keys") -> dict[str, Any]:
     activation = keys.raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
-        raise ValueError(f"{keys.where}: hidden_act: got {activation!r}, wanted 'silu'")
+        raise ValueError(f"{keys.where}: hidden_act: got {shown(activation)}, wanted 'silu'")
     # Here vocab_size counts rows; `save` adds how many of them mean something, which holds until someone resizes.
     rows, multiple = keys.integer("vocab_size"), max(keys.integer("pad_vocab_size_multiple", 1), 1)
     unpadded = keys.integer("unpadded_vocab_size", rows)
@@ -311,7 +327,7 @@ def parse_limit(value: Any, where: str = "dt_limit") -> tuple[float, float]:
     if value is None:
         return (0.0, math.inf)
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{where}: got {value!r}, wanted two numbers")
+        raise ValueError(f"{where}: got {shown(value)}, wanted two numbers")
     # dt is positive after softplus, so a limit below 0 is none.
     low, high = (_limit(item, absent, where) for item, absent in zip(value, (0.0, math.inf), strict=True))
     return (max(low, 0.0), high)
@@ -329,7 +345,7 @@ def _limit(value: Any, absent: float, where: str) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if math.isnan(number):
-        raise ValueError(f"{where}: got {value!r}, wanted a number")
+        raise ValueError(f"{where}: got {shown(value)}, wanted a number")
     return number
 
 
@@ -341,7 +357,7 @@ def _rank(keys: "_Keys", key: str, d_model: int) -> int:
 def _section(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     section = raw.get(key) or {}
     if not isinstance(section, Mapping):
-        raise ValueError(f"{where}: {key}: got {section!r}, wanted an object")
+        raise ValueError(f"{where}: {key}: got {shown(section)}, wanted an object")
     return section
 
 
@@ -352,9 +368,9 @@ def _read_text(raw: Mapping[str, Any], where: str, default: TextInfo, rows: int)
         value = raw.get(key, absent)
         many = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if not all(type(item) is int and item >= 0 for item in many):
-            raise ValueError(f"{where}: {key}: got {value!r}, wanted token ids")
+            raise ValueError(f"{where}: {key}: got {shown(value)}, wanted token ids")
         if key in raw and not all(item < end for item in many):
-            raise ValueError(f"{where}: {key}: got {value!r}, wanted token ids from 0 to {rows - 1}")
+            raise ValueError(f"{where}: {key}: got {shown(value)}, wanted token ids from 0 to {rows - 1}")
         return value
 
     eos = ids("eos_token_id", default.eos_token_ids, rows)
@@ -363,7 +379,7 @@ def _read_text(raw: Mapping[str, Any], where: str, default: TextInfo, rows: int)
     pad = ids("pad_token_id", default.pad_token_id, math.inf)  # never read: some checkpoints name one they lack
     for key, value in (("bos_token_id", bos), ("pad_token_id", pad)):
         if isinstance(value, list | tuple):
-            raise ValueError(f"{where}: {key}: got {value!r}, wanted one token id")
+            raise ValueError(f"{where}: {key}: got {shown(value)}, wanted one token id")
     return TextInfo(default.tokenizer, eos_token_ids, bos, pad)
 
 
@@ -387,7 +403,7 @@ class _Keys:
         """Refuse keys that are not known, for they may change the maths."""
         others = sorted(set(self.raw) - known)
         if others:
-            raise ValueError(f"{self.where}: unknown {', '.join(others)}; known are {', '.join(sorted(known))}")
+            raise ValueError(f"{self.where}: unknown {some(others)}; known are {', '.join(sorted(known))}")
 
     def _get(self, key: str, default: Any, wanted: str, accept: Any) -> Any:
         value = self.raw.get(key)
@@ -396,5 +412,5 @@ class _Keys:
                 raise ValueError(f"{self.where}: {key}: missing, wanted {wanted}")
             return default
         if not accept(value):
-            raise ValueError(f"{self.where}: {key}: got {value!r}, wanted {wanted}")
+            raise ValueError(f"{self.where}: {key}: got {shown(value)}, wanted {wanted}")
         return value

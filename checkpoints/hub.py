@@ -13,6 +13,7 @@ from mamba_jax.checkpoints.files import (
     choose_weights,
     read_index,
 )
+from mamba_jax.messages import reason, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TIMEOUT = 10.0  # seconds, as huggingface_hub waits for what a file is
@@ -33,17 +34,16 @@ def find_folder(name: str | os.PathLike[str], revision: str | None, progress: bo
         ValueError: if there is no such folder or repository; the message says what was tried.
         OSError: if the hub cannot be reached and the cache does not hold the repository.
     """
-    if not isinstance(name, str | os.PathLike):
-        raise ValueError(f"path_or_hub_id: got {name!r:.80}, wanted a folder, or a hub id such as 'owner/name'")
-    text, path = os.fspath(name), as_path("path_or_hub_id", name)
-    if text and path.is_dir():
+    path = as_path("path_or_hub_id", name, "a folder, or a hub id such as 'owner/name'")
+    text = os.fspath(name)
+    if path.is_dir():
         if revision is not None:
-            raise ValueError(f"revision: got {revision!r} for the local folder {path}, wanted None")
+            raise ValueError(f"revision: got {revision!r:.80} for the local folder {path}, wanted None")
         return path
     if path.is_file():
         raise ValueError(f"{path}: is a file, wanted the folder that holds config.json and the weights")
     if not isinstance(name, str) or not _HUB_ID.fullmatch(text) or ".." in text:
-        raise ValueError(f"{text!r}: no such folder, and no hub id, which would read 'owner/name'")
+        raise ValueError(f"{shown(text)}: no such folder, and no hub id, which would read 'owner/name'")
     return _snapshot(text, revision, progress)
 
 
@@ -64,10 +64,7 @@ def find_tokenizer(repository: str) -> Path:
     except RepositoryNotFoundError as error:
         raise ValueError(f"{repository!r}: {tried}, and no hub repository (tried {_endpoint()})") from error
     except (HTTPError, OSError) as error:
-        raise OSError(
-            f"{repository!r}: {tried}; the hub could not be reached (tried {_endpoint()}), and the cache does not hold "
-            f"it (tried {_cache()}): {error}"
-        ) from error
+        raise OSError(f"{repository!r}: {tried}; {_unreached()}: {reason(error)}") from error
 
 
 def download(repository: str, files: list[str], revision: str | None, progress: bool) -> Path:
@@ -111,8 +108,7 @@ def _snapshot(repository: str, revision: str | None, progress: bool) -> Path:
         return download(repository, files, revision, progress)
     except (HTTPError, OSError) as error:
         raise OSError(
-            f"{repository!r}: no such folder (tried {Path(repository).absolute()}); the hub could not be reached "
-            f"(tried {_endpoint()}), and the cache does not hold it (tried {_cache()}): {error}"
+            f"{repository!r}: no such folder (tried {Path(repository).absolute()}); {_unreached()}: {reason(error)}"
         ) from error
 
 
@@ -122,7 +118,9 @@ def _endpoint() -> str:
     return constants.ENDPOINT
 
 
-def _cache() -> str:
+def _unreached() -> str:
     from huggingface_hub import constants
 
-    return constants.HF_HUB_CACHE
+    offline = "offline mode (HF_HUB_OFFLINE) keeps the hub from being asked"
+    hub = offline if constants.HF_HUB_OFFLINE else f"the hub could not be reached (tried {_endpoint()})"
+    return f"{hub}, and the cache does not hold it (tried {constants.HF_HUB_CACHE})"

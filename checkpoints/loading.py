@@ -16,11 +16,11 @@ from mamba_jax.checkpoints.hub import find_folder
 from mamba_jax.checkpoints.keys import EMBEDDING, LM_HEAD, Layout, file_weights
 from mamba_jax.checkpoints.stored import StoredTensor
 from mamba_jax.config import MambaConfig
+from mamba_jax.messages import clip, shown, some
 from mamba_jax.params import Params, build_params
 from mamba_jax.progress import at_terminal, track
 
 _STORED_DTYPES = (*FLOAT_DTYPES, "float64")
-_SHOWN = 10  # problems of a kind that an error lists before it counts the rest
 _ALIGNMENT = 64
 _BLOCK = 1 << 20  # elements looked at together
 
@@ -75,7 +75,7 @@ def load(
 
         params = build_params(config, kept or _kept_dtype(stored["embedding"]), make, text)
     if bad:
-        raise ValueError(f"{folder}: NaN or infinity in {_some(bad)}; allow_nonfinite=True loads it all the same")
+        raise ValueError(f"{folder}: NaN or infinity in {some(bad, '; ')}; allow_nonfinite=True loads it all the same")
     return params
 
 
@@ -109,7 +109,7 @@ def match_weights(
         "missing": sorted(wanted.keys() - stored.keys()),
         "unexpected": sorted(stored.keys() - wanted.keys()),
         "wrong shape": [
-            f"{name}: got {tensor.shape}, wanted {wanted[name]}"
+            f"{clip(name)}: got {shown(tensor.shape)}, wanted {wanted[name]}"
             for name, tensor in found.items()
             if tensor.shape != wanted[name]
         ],
@@ -120,7 +120,7 @@ def match_weights(
         ],
     }
     if any(problems.values()):
-        lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+        lines = [f"{len(names)} {kind}: {some(names, '; ')}" for kind, names in problems.items() if names]
         raise ValueError("\n  ".join([f"{where}: the weights are not those of its config:", *lines]))
     if config.tie_embeddings and LM_HEAD in stored and not _are_equal(stored[LM_HEAD], stored[EMBEDDING[layout]]):
         raise ValueError(
@@ -183,8 +183,3 @@ def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     pairs = zip(_blocks(a.map()), _blocks(b.map()), strict=True)
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in pairs)
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return "; ".join(names[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

@@ -6,7 +6,6 @@ It is parsed here rather than by its library because weights must stay mapped (t
 its numpy side has no view of bfloat16) and an error must name file, key, got and wanted.
 """
 
-import collections
 import json
 import math
 import os
@@ -16,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mamba_jax.checkpoints.stored import StoredTensor, numpy_dtype, refuse_pointer
+from mamba_jax.checkpoints.files import open_regular, parse_json
+from mamba_jax.checkpoints.stored import MAX_AXES, StoredTensor, Version, numpy_dtype, refuse_pointer, version_of
+from mamba_jax.messages import clip, shown
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {
@@ -52,9 +53,11 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: if the file is truncated or not of this format; the message names the file, and the key with what
             it has and what was wanted.
+        OSError: if it cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        version = version_of(stream)
+        _, _, size, _ = version
         head = stream.read(8)
         length = int.from_bytes(head, "little")
         refuse_pointer(head + stream.read(24), file)
@@ -65,20 +68,14 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
         stream.seek(8)
         text = stream.read(length)
     header = _parse_header(text, file)
-    tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _entry(file, version, name, entry, 8 + length) for name, entry in header.items()}
     _check_layout(file, tensors, 8 + length, size)
     return tensors
 
 
 def _parse_header(text: bytes, file: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise ValueError(f"keys given twice: {', '.join(twice)}")
-        return dict(pairs)
-
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        header = parse_json(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: corrupt safetensors header: {error}") from error
     if not isinstance(header, dict):
@@ -87,24 +84,27 @@ def _parse_header(text: bytes, file: Path) -> dict[str, Any]:
     return header
 
 
-def _entry(file: Path, name: str, entry: Any, base: int) -> StoredTensor:
+def _entry(file: Path, version: Version, name: str, entry: Any, base: int) -> StoredTensor:
+    where = f"{file}: {clip(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise ValueError(f"{file}: {name}: got {entry!r}, wanted dtype, shape and data_offsets")
+        raise ValueError(f"{where}: got {shown(entry)}, wanted dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _DTYPES:
-        raise ValueError(f"{file}: {name}: dtype: got {kind!r}, wanted one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{where}: dtype: got {shown(kind)}, wanted one of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(
-            f"{file}: {name}: got shape {shape!r} and data_offsets {offsets!r}, wanted sizes and two offsets"
+            f"{where}: got shape {shown(shape)} and data_offsets {shown(offsets)}, wanted sizes and two offsets"
         )
     dtype, (begin, end) = numpy_dtype(_DTYPES[kind]), offsets
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"{where}: got {len(shape)} axes, wanted at most {MAX_AXES}")
     nbytes = math.prod(shape) * dtype.itemsize
     if end - begin != nbytes:
         raise ValueError(
-            f"{file}: {name}: data_offsets {offsets} hold {end - begin} bytes, "
-            f"wanted {nbytes} for shape {tuple(shape)} of {kind}"
+            f"{where}: data_offsets {offsets} hold {end - begin} bytes, "
+            f"wanted {nbytes} for shape {shown(tuple(shape))} of {kind}"
         )
-    return StoredTensor(file, base + begin, nbytes, dtype, tuple(shape))
+    return StoredTensor(file, version, base + begin, nbytes, dtype, tuple(shape))
 
 
 def _are_sizes(value: Any) -> bool:
@@ -116,7 +116,7 @@ def _check_layout(file: Path, tensors: dict[str, StoredTensor], base: int, size:
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
             raise ValueError(
-                f"{file}: {name}: begins at byte {tensor.offset - base} of the data, wanted {position - base}: "
+                f"{file}: {clip(name)}: begins at byte {tensor.offset - base} of the data, wanted {position - base}: "
                 "tensors overlap or leave a hole"
             )
         position += tensor.nbytes

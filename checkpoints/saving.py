@@ -16,6 +16,7 @@ from mamba_jax.checkpoints.files import CONFIG_FILES, GENERATION_CONFIG, INDEX_S
 from mamba_jax.checkpoints.hub import download
 from mamba_jax.checkpoints.keys import LAYOUTS, Layout, Weight, file_weights, leaves
 from mamba_jax.checkpoints.safetensors_file import write_safetensors
+from mamba_jax.messages import some
 from mamba_jax.params import Params, check_params
 
 _SINGLE = "model.safetensors"
@@ -41,13 +42,11 @@ def save(
         OSError: if a file cannot be written.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout: got {layout!r:.80}, wanted one of {', '.join(LAYOUTS)}")
     as_integer("max_shard_size", max_shard_size, 1)
-    if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory: got {directory!r:.80}, wanted the path of a folder")
     check_params(params)  # others would not load
     config = write_config(params.config, params.text, params.dtype.name, layout)
-    target = as_path("directory", directory)
+    target = as_path("directory", directory, "the path of a folder")
     _refuse_occupied(target)
     tokenizer = _tokenizer_folder(params.text.tokenizer)
     created = not target.exists()
@@ -77,7 +76,7 @@ def _refuse_occupied(target: Path) -> None:
     found = [item.name for item in target.iterdir()] if target.exists() else []
     there = sorted(name for name in found if name in taken or name.endswith((".safetensors", ".bin", INDEX_SUFFIX)))
     if there:
-        raise ValueError(f"{target}: holds {', '.join(there)}, which are not overwritten; wanted another folder")
+        raise ValueError(f"{target}: holds {some(there)}, which are not overwritten; wanted another folder")
 
 
 def _tokenizer_folder(tokenizer: str | None) -> Path | None:

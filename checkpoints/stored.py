@@ -2,9 +2,22 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+
+from mamba_jax.checkpoints.files import open_regular
+
+MAX_AXES = 32  # that an array of any numpy may have
+Version = tuple[int, int, int, int]
+
+
+def version_of(stream: BinaryIO) -> Version:
+    """What tells an open file from one that took its place, or was written to: device, inode, size, time in ns."""
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +26,7 @@ class StoredTensor:
 
     Attributes:
         file: the file that holds it.
+        version: of the file when its bounds were read.
         offset: first byte of its storage.
         nbytes: bytes of its storage, which a view may not fill.
         dtype: numpy dtype of the elements.
@@ -22,6 +36,7 @@ class StoredTensor:
     """
 
     file: Path
+    version: Version
     offset: int
     nbytes: int
     dtype: np.dtype
@@ -35,10 +50,18 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def map(self) -> np.ndarray:
-        """The tensor, mapped to memory read-only; its pages leave memory with the last reference to the array."""
+        """The tensor, mapped to memory read-only; its pages leave memory with the last reference to the array.
+
+        Raises:
+            ValueError: if the file is not the one whose bounds were read.
+            OSError: if it cannot be read.
+        """
         if not self.size:
             return np.empty(self.shape, self.dtype)
-        storage = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
+        with open_regular(self.file) as stream:
+            if version_of(stream) != self.version:
+                raise ValueError(f"{self.file}: was replaced or written to while it was being loaded")
+            storage = np.memmap(stream, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
         size = self.dtype.itemsize
         strides = None if self.strides is None else tuple(stride * size for stride in self.strides)
         return np.ndarray(self.shape, self.dtype, buffer=storage, offset=self.start * size, strides=strides)

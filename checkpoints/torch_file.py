@@ -6,17 +6,18 @@ Here its instructions are decoded (`pickletools.genops` runs nothing) and interp
 a state dict is made of, and whose only functions are `_GLOBALS`. Anything else is refused by name.
 """
 
-import io
 import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mamba_jax.checkpoints.stored import StoredTensor, numpy_dtype, refuse_pointer
+from mamba_jax.checkpoints.files import open_regular
+from mamba_jax.checkpoints.stored import MAX_AXES, StoredTensor, Version, numpy_dtype, refuse_pointer, version_of
+from mamba_jax.messages import clip, shown
 
 _STORAGES = {
     "BFloat16Storage": "bfloat16",
@@ -32,6 +33,7 @@ _STORAGES = {
     "LongStorage": "int64",
     "ShortStorage": "int16",
 }
+_MAX_PICKLE_BYTES = 100_000_000
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -93,8 +95,10 @@ def read_torch(file: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: if the file is truncated, not of this format, or names anything but tensors; the message names the
             file, and the key or the refused global.
+        OSError: if it cannot be read.
     """
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        version = version_of(stream)
         head = stream.read(32)
         refuse_pointer(head, file)
         if not head.startswith(b"PK\x03\x04"):
@@ -102,46 +106,48 @@ def read_torch(file: Path) -> dict[str, StoredTensor]:
                 f"{file}: truncated, or not a torch archive: got first bytes {head[:4]!r}, wanted a zip; a file from "
                 "before torch 1.6 has to be saved again by torch.save of a later version"
             )
-        regions = _entries(stream, file)
+        regions = _entries(stream, file, version)
         pickles = [name for name in regions if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ValueError(f"{file}: got {len(pickles)} entries named data.pkl, wanted 1")
         root = pickles[0].removesuffix("data.pkl")
+        if regions[pickles[0]].nbytes > _MAX_PICKLE_BYTES:
+            raise ValueError(f"{file}: data.pkl: {regions[pickles[0]].nbytes} bytes are too many for names and shapes")
         if f"{root}constants.pkl" in regions:
             raise ValueError(f"{file}: this is a TorchScript program, not a state dict of weights")
         if _read(stream, regions.get(f"{root}byteorder")) not in (b"", b"little"):
-            raise ValueError(f"{file}: {root}byteorder: wanted little")
+            raise ValueError(f"{file}: {clip(root)}byteorder: wanted little")
         data = _read(stream, regions[pickles[0]])
-    return _Machine(file, root, regions).run(data)
+    return _Machine(file, version, root, regions).run(data)
 
 
-def _entries(stream: io.BufferedReader, file: Path) -> dict[str, _Region]:
+def _entries(stream: BinaryIO, file: Path, version: Version) -> dict[str, _Region]:
     """Where each entry's bytes lie. Checksums are not compared: torch may be told not to write them."""
-    size = file.stat().st_size
+    _, _, size, _ = version
     regions: dict[str, _Region] = {}
     try:
         infos = zipfile.ZipFile(stream).infolist()
     except _ZIP_ERRORS as error:
-        raise ValueError(f"{file}: truncated or corrupt zip archive: {error}") from error
+        raise ValueError(f"{file}: truncated or corrupt zip archive: {clip(error)}") from error
     for info in infos:
-        name = info.filename
+        name, where = info.filename, f"{file}: {clip(info.filename)}"
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{file}: {name}: compressed; torch archives store their entries uncompressed")
+            raise ValueError(f"{where}: compressed; torch archives store their entries uncompressed")
         stream.seek(max(info.header_offset, 0))
         header = stream.read(_LOCAL_HEADER.size)
         if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
-            raise ValueError(f"{file}: {name}: no entry at byte {info.header_offset}")
+            raise ValueError(f"{where}: no entry at byte {info.header_offset}")
         _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if offset + info.file_size > size:
-            raise ValueError(f"{file}: {name}: ends at byte {offset + info.file_size}, the file has {size}")
+            raise ValueError(f"{where}: ends at byte {offset + info.file_size}, the file has {size}")
         if name in regions:
-            raise ValueError(f"{file}: {name}: two entries of this name")
+            raise ValueError(f"{where}: two entries of this name")
         regions[name] = _Region(offset, info.file_size)
     return regions
 
 
-def _read(stream: io.BufferedReader, region: _Region | None) -> bytes:
+def _read(stream: BinaryIO, region: _Region | None) -> bytes:
     if region is None:
         return b""
     stream.seek(region.offset)
@@ -155,8 +161,8 @@ class _Machine:
     from the stack: nested data may be endless.
     """
 
-    def __init__(self, file: Path, root: str, regions: dict[str, _Region]) -> None:
-        self.file, self.root, self.regions = file, root, regions
+    def __init__(self, file: Path, version: Version, root: str, regions: dict[str, _Region]) -> None:
+        self.file, self.version, self.root, self.regions = file, version, root, regions
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -170,12 +176,14 @@ class _Machine:
                 _OPERATIONS[opcode.name](self, argument)
             result = self.stack.pop()
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"{self.file}: {self.root}data.pkl: corrupt or refused: {error}") from error
+            problem = clip(error, 1000)
+            raise ValueError(f"{self.file}: {clip(self.root)}data.pkl: corrupt or refused: {problem}") from error
         if not isinstance(result, dict):
             raise ValueError(f"{self.file}: holds a {type(result).__name__}, wanted a dict of tensors")
         for key, value in result.items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise ValueError(f"{self.file}: {key!r}: got a {type(value).__name__}, wanted a tensor under a name")
+                got = type(value).__name__
+                raise ValueError(f"{self.file}: {shown(key)}: got a {got}, wanted a tensor under a name")
         return result
 
     def pop_mark(self) -> list[Any]:
@@ -194,7 +202,7 @@ class _Machine:
             if not isinstance(key, str | int):  # hashing a nested tuple may take for ever
                 raise ValueError(f"dict key: got a {type(key).__name__}, wanted a name")
             if key in target:
-                raise ValueError(f"{key!r}: given twice")
+                raise ValueError(f"{shown(key)}: given twice")
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
@@ -206,7 +214,7 @@ class _Machine:
     def push_global(self, name: str) -> None:
         """Push one of the known globals."""
         if name not in _GLOBALS:
-            raise ValueError(f"refused global {name.replace(' ', '.')}: a weight file needs only tensors")
+            raise ValueError(f"refused global {clip(name.replace(' ', '.'))}: a weight file needs only tensors")
         self.stack.append(_GLOBALS[name])
 
     def push_stack_global(self) -> None:
@@ -221,9 +229,10 @@ class _Machine:
             raise ValueError("persistent id: wanted a storage of a known type")
         region, dtype = self.regions.get(f"{self.root}data/{key}"), numpy_dtype(storage_type.dtype)
         if region is None:
-            raise ValueError(f"storage {key!r}: no entry {self.root}data/{key}")
+            raise ValueError(f"storage {shown(key)}: no entry {clip(f'{self.root}data/{key}')}")
         if not _are_sizes((count,)) or region.nbytes != count * dtype.itemsize:
-            raise ValueError(f"storage {key!r}: {region.nbytes} bytes are not the elements of {dtype} it should hold")
+            got = f"{region.nbytes} bytes"
+            raise ValueError(f"storage {shown(key)}: {got} are not the elements of {dtype} it should hold")
         self.stack.append(_Storage(region, dtype))
 
     def call(self) -> None:
@@ -242,22 +251,38 @@ class _Machine:
             raise ValueError(f"refused arguments for {function.name.replace(' ', '.')}")
 
     def tensor(self, storage: Any, start: Any, shape: Any, strides: Any) -> StoredTensor:
-        """A view of a storage, checked against its bounds."""
+        """A view of a storage, checked against its bounds; no element is part of it twice."""
+        name = next((shown(item) for item in self.stack[:-5:-1] if isinstance(item, str)), "of no name")
         if not isinstance(storage, _Storage):
-            raise ValueError(f"tensor: got a {type(storage).__name__}, wanted a storage")
+            raise ValueError(f"tensor {name}: got a {type(storage).__name__}, wanted a storage")
         if not (_are_sizes((start,)) and _are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)):
-            raise ValueError("tensor: its start, shape or strides are no sizes")
+            raise ValueError(f"tensor {name}: its start, shape or strides are no sizes")
+        if len(shape) > MAX_AXES:
+            raise ValueError(f"tensor {name}: got {len(shape)} axes, wanted at most {MAX_AXES}")
         region, dtype = storage
         last = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        view = f"tensor {name}: shape {shown(shape)} with strides {shown(strides)} from {start}"
         if 0 not in shape and last >= region.nbytes // dtype.itemsize:
-            raise ValueError(f"tensor: shape {shape} with strides {strides} from {start} ends beyond its storage")
-        return StoredTensor(self.file, region.offset, region.nbytes, dtype, shape, start, strides)
+            raise ValueError(f"{view} ends beyond its storage")
+        if 0 not in shape and _overlap(shape, strides):
+            raise ValueError(f"{view} repeats elements of its storage, wanted each once: save a clone of it")
+        return StoredTensor(self.file, self.version, region.offset, region.nbytes, dtype, shape, start, strides)
 
     def drop_state(self) -> None:
         """Ignore the attributes of a state dict (`_metadata`); nothing else may have any."""
         self.stack.pop()
         if not isinstance(self.stack[-1], dict):
             raise ValueError(f"attributes for a {type(self.stack[-1]).__name__}: refused")
+
+
+def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements of a view may lie in one place: an axis does not step over all that the axes inside it span."""
+    span = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
 
 
 def _are_sizes(values: Any) -> bool:

@@ -4,6 +4,7 @@ What does not fit is a `ValueError` that names the argument, what came and what 
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_jax.messages import shown
+
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # that weights, windows and states may have
+_PATH_MAX = 4096  # characters of a path
 
 
 def is_integer(value: Any) -> bool:
@@ -55,15 +59,24 @@ def as_number(name: str, value: Any, accept: Callable[[float], bool], wanted: st
     return number
 
 
-def as_path(name: str, value: Any) -> Path:
-    """A path, a home folder at its beginning ("~" or "~user") written out."""
+def as_path(name: str, value: Any, wanted: str = "a path") -> Path:
+    """A path, a home folder at its beginning ("~" or "~user") written out.
+
+    Args:
+        name: of the argument, for errors.
+        value: what came.
+        wanted: what was, for errors.
+
+    Raises:
+        ValueError: if no file can be named so, or there is no such home.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not 0 < len(text) <= _PATH_MAX or "\0" in text:
+        raise ValueError(f"{name}: got {shown(value)}, wanted {wanted}")
     try:
-        path = Path(value)
-        if "\0" in str(path):
-            raise ValueError("a path holds no null character")
-        return path.expanduser()
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: there is no such user, or no home
-        raise ValueError(f"{name}: got {value!r:.80}, wanted a path: {error}") from error
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name}: got {shown(value)}, wanted {wanted}: {error}") from error
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
@@ -80,14 +93,6 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 def is_array(value: Any, shape: tuple[int, ...], dtypes: Sequence[str]) -> bool:
     """Whether it is an array (of JAX or numpy) of that shape and one of the dtypes."""
     return getattr(value, "shape", None) == shape and value.dtype.name in dtypes
-
-
-def shown(value: Any) -> str:
-    """A value in an error message, cut short; an integer may have more digits than Python prints."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:
-        return f"an integer of {value.bit_length()} bits"
 
 
 def describe(value: Any) -> str:

@@ -1,14 +1,17 @@
 """`mamba-jax`: the command line. Results go to stdout, everything else to stderr.
 
-Exit codes: 0 done, 1 an error in what was asked for, 2 a wrong use of the command line, 130 interrupted.
+Exit codes: 0 done; 2 a wrong use of the command line, which is what the arguments alone can tell, found before a model
+is looked for; 1 any other error; 130 interrupted.
 """
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +26,8 @@ if TYPE_CHECKING:  # these bring jax and transformers along, which --help does n
     from mamba_jax.planning import Model
     from mamba_jax.scoring import Score
 
+_NUMBER = re.compile("[0-9]{1,18}")
+
 app = typer.Typer(
     help="Run Mamba language models: continue text, score it, look at checkpoints and convert them.",
     no_args_is_help=True,
@@ -31,13 +36,81 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+
+def _check_name(value: str | None) -> str | None:
+    if value == "":
+        raise typer.BadParameter("got '', wanted a folder or a hub id")
+    return value
+
+
+def _check_text(value: str | None) -> str | None:
+    """Refuse an argument that was no UTF-8: Python holds its bytes as halves of surrogate pairs."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter("got bytes that are no UTF-8 text") from error
+    return value
+
+
+def _check_stop(value: list[str] | None) -> list[str] | None:
+    for item in value or ():
+        if not _check_text(item):
+            raise typer.BadParameter("got '', wanted strings of at least one character")
+    return value
+
+
+def _check_policy(value: Any) -> Any:
+    """Of one policy, or of several."""
+    for name in value if isinstance(value, list) else [value] if value is not None else []:
+        from mamba_jax.messages import clip
+        from mamba_jax.planning import as_policy
+
+        try:
+            as_policy(name)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(clip(error, 1000)) from error
+    return value
+
+
+def _check_deciding(value: str) -> str:
+    """Of a policy that decides by a statistic."""
+    from mamba_jax.planning import as_policy, watch_for
+
+    _check_policy(value)
+    if watch_for(as_policy(value)) is None:
+        raise typer.BadParameter(f"got {value!r:.80}, wanted one that looks at a statistic, as 'entropy:sampled' does")
+    return value
+
+
+def _check_other(value: str) -> str:
+    """Of what parity is told to compare with."""
+    if value not in ("transformers", "mamba_ssm") and not Path(value).is_file():
+        raise typer.BadParameter(f"got {value!r:.80}, wanted transformers, mamba_ssm, or a file that is there")
+    return value
+
+
+def _folder(value: str | Path) -> Path:
+    """The path of a folder to write to; a Path made of "" would be the current one."""
+    if value == "":
+        raise typer.BadParameter("got '', wanted a folder")
+    return Path(value)
+
+
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="Folder or hub id of a checkpoint.", show_default="the embedded model"),
+    typer.Option(
+        "--model",
+        "-m",
+        callback=_check_name,
+        help="Folder or hub id of a checkpoint.",
+        show_default="the embedded model",
+    ),
 ]
 TokenizerOption = Annotated[
     str | None,
-    typer.Option(help="Folder or hub id of a tokenizer.", show_default="the one beside the weights"),
+    typer.Option(
+        callback=_check_name, help="Folder or hub id of a tokenizer.", show_default="the one beside the weights"
+    ),
 ]
 DTypeOption = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
@@ -46,6 +119,7 @@ DTypeOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
+        callback=_check_policy,
         help="What decides chunk sizes: measured, static:128, length, entropy, corey-default, layers:64,128,... ...",
         show_default="measured",
     ),
@@ -61,6 +135,11 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     if sys.stderr is None:  # closed by the caller, who does not care
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:  # before a file that is opened takes its place
+        sys.stderr.write("error: stdout is closed\n")
+        sys.exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks becomes a "?"
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -94,6 +173,7 @@ def generate(
         typer.Argument(
             help="Text to continue. Read from stdin if it is '-', or absent and stdin is no terminal; one newline at "
             "the end of stdin is left out.",
+            callback=_check_text,
             show_default=False,
         ),
     ] = None,
@@ -115,7 +195,10 @@ def generate(
         typer.Option(min=0, help="Of the sampling; the same seed gives the same text.", show_default="0"),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this string; may be given several times.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            callback=_check_stop, help="End before this string; may be given several times.", show_default=False
+        ),
     ] = None,
     dtype: DTypeOption = None,
     as_json: JsonOption = False,
@@ -184,6 +267,7 @@ def score(
         str | None,
         typer.Argument(
             help="Text to score. Read from stdin, as it is, if it is '-', or absent and stdin is no terminal.",
+            callback=_check_text,
             show_default=False,
         ),
     ] = None,
@@ -246,7 +330,12 @@ def perplexity(
     chunk_size: Annotated[str, typer.Option(help="Of the scans: auto, or a number.")] = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps what is done; a run that was killed goes on there.", show_default=False),
+        typer.Option(
+            parser=_folder,
+            metavar="FOLDER",
+            help="Folder that keeps what is done; a run that was killed goes on there.",
+            show_default=False,
+        ),
     ] = None,
     dtype: DTypeOption = None,
     as_json: JsonOption = False,
@@ -255,6 +344,8 @@ def perplexity(
     """Print the perplexity of a text: token-weighted, each token but the first scored once."""
     if chunk_size != "auto":
         _numbers("--chunk-size", chunk_size, ",", count=1)
+    if stride >= window and not whole:
+        raise typer.BadParameter(f"got {stride}, wanted less than --window, {window}", param_hint="--stride")
     text = _decode(file.read_bytes(), str(file))
     import mamba_jax
 
@@ -280,7 +371,11 @@ def perplexity(
 def longbench(
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with TASK.jsonl files, dataset2prompt.json and dataset2maxlen.json."),
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder with TASK.jsonl files, dataset2prompt.json and dataset2maxlen.json.",
+        ),
     ] = None,
     model: ModelOption = None,
     task: Annotated[
@@ -288,7 +383,12 @@ def longbench(
         typer.Option(help="May be given several times.", show_default="all that have samples and a template"),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for predictions and summary; a run that was killed goes on there.")
+        Path,
+        typer.Option(
+            parser=_folder,
+            metavar="FOLDER",
+            help="Folder for predictions and summary; a run that was killed goes on there.",
+        ),
     ] = Path("longbench-results"),
     max_samples: Annotated[int | None, typer.Option(min=1, help="Most samples a task.", show_default="all")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Samples of each task to leave out first.")] = 0,
@@ -310,6 +410,8 @@ def longbench(
     merge: Annotated[
         list[Path] | None,
         typer.Option(
+            exists=True,
+            file_okay=False,
             help="Run nothing: put the parts in this folder together, into --out. May be given several times.",
             show_default=False,
         ),
@@ -329,7 +431,7 @@ def longbench(
     else:
         part = None
         if shard is not None:
-            first, number = _numbers("--shard", shard, "/", count=2)
+            first, number = _numbers("--shard", shard, "/", count=2, ascending=True)
             part, out = (first, number), out / f"shard-{first}-of-{number}"
         _enable_cache()
         summary = lib.run(
@@ -375,7 +477,11 @@ def _print_longbench(summary: "Summary", out: Path) -> None:
 @app.command()
 def parity(
     against: Annotated[
-        str, typer.Option(help="transformers, mamba_ssm (on a GPU), or a safetensors file of recorded outputs.")
+        str,
+        typer.Option(
+            callback=_check_other,
+            help="transformers, mamba_ssm (on a GPU), or a safetensors file of recorded outputs.",
+        ),
     ],
     model: ModelOption = None,
     file: Annotated[
@@ -486,8 +592,12 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a checkpoint.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, without a checkpoint in it.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", callback=_check_name, help="Folder or hub id of a checkpoint.")
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", parser=_folder, help="Folder to write, without a checkpoint in it.")
+    ],
     layout: Annotated[
         Literal["hf", "original"],
         typer.Option(help="hf: Hugging Face's, for transformers; original: state-spaces', for mamba_ssm."),
@@ -581,13 +691,19 @@ def warm(
         ),
     ] = 128,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policies that requests name; may be given several times.")
+        list[str] | None,
+        typer.Option(callback=_check_policy, help="Policies that requests name; may be given several times."),
     ] = None,
     score: Annotated[bool, typer.Option("--score", help="Also what scoring texts needs.")] = False,
     dtype: DTypeOption = None,
     cache_dir: Annotated[
         Path | None,
-        typer.Option(help="Where compiled programs are kept; they are code and must be trusted.", show_default=False),
+        typer.Option(
+            parser=_folder,
+            metavar="FOLDER",
+            help="Where compiled programs are kept; they are code and must be trusted.",
+            show_default=False,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the programs.")] = False,
     as_json: JsonOption = False,
@@ -598,7 +714,7 @@ def warm(
     where = None if dry_run else _writable("--cache-dir", cache_dir)
     wanted: dict[str, Any] = {
         "batch": _numbers("--batch", batch, ","),
-        "lengths": _numbers("--lengths", lengths, ":", count=2),
+        "lengths": _numbers("--lengths", lengths, ":", count=2, ascending=True),
         "max_new_tokens": max_new_tokens,
         "policies": policy or [DEFAULT_POLICY],
         "tasks": ("generate", "score") if score else ("generate",),
@@ -639,7 +755,13 @@ def calibrate(
     ] = 7,
     dtype: DTypeOption = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where tables are kept.", show_default="where requests look for them")
+        Path | None,
+        typer.Option(
+            parser=_folder,
+            metavar="FOLDER",
+            help="Where tables are kept.",
+            show_default="where requests look for them",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -706,7 +828,9 @@ def bench(
 def layers(
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Text to measure on.")],
     model: ModelOption = None,
-    policy: Annotated[str, typer.Option(help="Decides by a statistic.")] = "careful:entropy:sampled",
+    policy: Annotated[
+        str, typer.Option(callback=_check_deciding, help="Decides by a statistic.")
+    ] = "careful:entropy:sampled",
     dtype: DTypeOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
@@ -714,6 +838,8 @@ def layers(
     import mamba_jax
 
     text = _decode(file.read_bytes(), str(file))
+    if not text:
+        raise ValueError("got an empty text, wanted one to measure on")
     _write(f"{mamba_jax.fix_layers(_load(model, dtype), text, policy, tokenizer=tokenizer).name}\n")
 
 
@@ -743,14 +869,18 @@ def _options(*names: str) -> Iterator[None]:
         raise typer.BadParameter(problem, param_hint=f"--{name.replace('_', '-')}") from error
 
 
-def _numbers(option: str, text: str, separator: str, count: int | None = None) -> tuple[int, ...]:
-    parts = text.split(separator)
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
-        example = separator.join(("1", "2048" if separator == ":" else "2")) if count == 2 else "1 or 1,8"
-        raise typer.BadParameter(f"got {text!r}, wanted numbers, as in {example}", param_hint=option)
-    if max(map(len, parts)) > 20:
-        raise typer.BadParameter(f"got a number of {max(map(len, parts))} digits", param_hint=option)
-    return tuple(int(part) for part in parts)
+def _numbers(
+    option: str, text: str, separator: str, count: int | None = None, *, ascending: bool = False
+) -> tuple[int, ...]:
+    """Numbers of at least 1; if `ascending`, none less than the one before it."""
+    parts = [part.strip() for part in text.split(separator)]
+    written = all(_NUMBER.fullmatch(part) for part in parts) and count in (None, len(parts))
+    numbers = tuple(int(part) for part in parts) if written else ()
+    if not numbers or min(numbers) < 1 or (ascending and list(numbers) != sorted(numbers)):
+        examples = {":": "1:2048, the fewest first", "/": "1/2, the second the larger"}
+        example = examples.get(separator, "128" if count == 1 else "1 or 1,8")
+        raise typer.BadParameter(f"got {text!r:.80}, wanted numbers of at least 1, as in {example}", param_hint=option)
+    return numbers
 
 
 def _described(model: str | None, dtype: str | None) -> "Model":
@@ -820,11 +950,8 @@ def _enable_cache() -> None:
 
 
 def _write(text: str) -> None:
-    """Write to stdout at once; a character that the terminal's encoding lacks becomes a question mark."""
-    if sys.stdout is None:
-        raise OSError("stdout is closed")
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    """Write to stdout at once."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

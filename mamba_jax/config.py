@@ -8,7 +8,11 @@ LayerKind = Literal["mamba1", "mamba2"]
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that a float can hold; infinity is."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(float(value))
+    except OverflowError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,15 +74,15 @@ class MambaConfig:
 
     def __post_init__(self) -> None:
         if self.layer not in ("mamba1", "mamba2"):
-            raise ValueError(f"layer: got {self.layer!r}, wanted 'mamba1' or 'mamba2'")
+            raise ValueError(f"layer: got {self.layer!r:.80}, wanted 'mamba1' or 'mamba2'")
         if self.block_norm not in ("rms", "layer"):
-            raise ValueError(f"block_norm: got {self.block_norm!r}, wanted 'rms' or 'layer'")
+            raise ValueError(f"block_norm: got {self.block_norm!r:.80}, wanted 'rms' or 'layer'")
         sizes = ["vocab_size", "pad_vocab_size_multiple", "d_model", "n_layer", "d_inner", "d_state", "d_conv"]
         sizes += ["dt_rank"] if self.layer == "mamba1" else ["headdim", "ngroups", "chunk_size"]
         for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, wanted an integer of at least 1")
+                raise ValueError(f"{name}: got {value!r:.80}, wanted an integer of at least 1")
         if self.d_conv < 2:
             raise ValueError(f"d_conv: got {self.d_conv}, wanted at least 2")
         if self.layer == "mamba2":
@@ -94,16 +98,16 @@ class MambaConfig:
     def _check_switches(self) -> None:
         for name in (field.name for field in dataclasses.fields(self) if field.type is bool):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted True or False")
+                raise ValueError(f"{name}: got {getattr(self, name)!r:.80}, wanted True or False")
         for name, absent in (("norm_eps", False), ("bcdt_norm_eps", True)):
             value = getattr(self, name)
             if not (absent and value is None) and not (_is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"{name}: got {value!r}, wanted a finite number of at least 0")
+                raise ValueError(f"{name}: got {value!r:.80}, wanted a finite number of at least 0")
         limit = self.dt_limit
         if not isinstance(limit, tuple) or len(limit) != 2 or not all(map(_is_number, limit)):
-            raise ValueError(f"dt_limit: got {limit!r}, wanted a tuple of two numbers")
-        if not 0.0 <= limit[0] <= limit[1]:
-            raise ValueError(f"dt_limit: got {limit}, wanted 0 <= low <= high")
+            raise ValueError(f"dt_limit: got {limit!r:.80}, wanted a tuple of two numbers")
+        if not 0.0 <= limit[0] <= limit[1] or limit[0] == math.inf:
+            raise ValueError(f"dt_limit: got {limit}, wanted 0 <= low <= high, and a finite low")
 
     @property
     def padded_vocab_size(self) -> int:

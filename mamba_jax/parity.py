@@ -6,7 +6,6 @@ implementations round alike.
 """
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,10 @@ from safetensors.numpy import load_file
 
 from mamba_jax.arguments import as_path
 from mamba_jax.checkpoints import save
+from mamba_jax.checkpoints.files import read_json
+from mamba_jax.checkpoints.safetensors_file import read_safetensors
 from mamba_jax.generate import as_rows, generate
+from mamba_jax.messages import some
 from mamba_jax.models import forward
 from mamba_jax.params import Params
 from mamba_jax.perplexity import perplexity, windows
@@ -209,12 +211,12 @@ def recorded(file: Path, dtype: str) -> Outputs:
         dtype: of our weights.
 
     Raises:
-        ValueError: if the file has no ids, or nothing to compare.
+        ValueError: if the file is no safetensors, has no ids, or nothing to compare.
         OSError: if it cannot be read.
     """
-    tensors = load_file(file)
+    tensors = {name: tensor.map() for name, tensor in read_safetensors(file).items()}
     if "ids" not in tensors:
-        raise ValueError(f"{file}: got tensors {sorted(tensors)}, wanted 'ids' among them")
+        raise ValueError(f"{file}: got tensors {some(sorted(tensors)) or 'none'}, wanted 'ids' among them")
     half = "_bf16" if dtype == "bfloat16" else ""
     hidden, last = tensors.get("truth_hidden"), tensors.get("last_hidden")
     truth = _first(tensors, "truth_logits", "")
@@ -225,11 +227,17 @@ def recorded(file: Path, dtype: str) -> Outputs:
         error = (states, float(np.abs(other - truth).max()))
     greedy: list[tuple[list[int], list[int]]] = []
     beside = file.parent / "greedy_fp32.json"
-    if dtype == "float32" and beside.is_file():
-        greedy = [(case["prompt"], case["new"]) for case in json.loads(beside.read_text()).values()]
     facts = file.parent / "reference.json"
-    known = json.loads(facts.read_text()) if facts.is_file() else {}
-    theirs = known.get("ppl_bf16_valid" if half else "ppl_fp32_valid")
+    try:
+        if dtype == "float32" and beside.is_file():
+            greedy = [(case["prompt"], case["new"]) for case in read_json(beside).values()]
+        known = read_json(facts).get("ppl_bf16_valid" if half else "ppl_fp32_valid") if facts.is_file() else None
+        theirs = None if known is None else float(known[0])
+    except (TypeError, KeyError, IndexError) as problem:
+        names = f"{beside.name} and {facts.name}"
+        raise ValueError(
+            f"{names} beside {file}: got something else than what `recorded` reads: {problem!r}"
+        ) from problem
     found = Outputs(
         against=str(file),
         ids=tensors["ids"],
@@ -237,11 +245,15 @@ def recorded(file: Path, dtype: str) -> Outputs:
         logits=truth if truth is not None else other,
         argmax=tensors.get("truth_argmax", tensors.get("argmax")),
         greedy=greedy,
-        perplexity=None if theirs is None else theirs[0],
+        perplexity=theirs,
         their_error=error,
     )
+    if found.argmax is not None and found.argmax.shape != found.ids.shape:
+        raise ValueError(f"{file}: argmax: got shape {found.argmax.shape}, wanted that of ids, {found.ids.shape}")
     if found.hidden is None and found.logits is None and found.argmax is None:
-        raise ValueError(f"{file}: got tensors {sorted(tensors)}, wanted hidden states, logits or argmax among them")
+        raise ValueError(
+            f"{file}: got tensors {some(sorted(tensors)) or 'none'}, wanted hidden states, logits or argmax among them"
+        )
     return found
 
 
@@ -353,6 +365,8 @@ def default_ids(params: Params, text: str | None, tokenizer: Tokenizer | str | N
         ids = np.random.default_rng(0).integers(0, params.config.vocab_size, LENGTH, np.int32)
         return ids, ids.tolist()
     rows, _, _ = as_rows(params, text, tokenizer, "text")
+    if not text or len(rows[0]) < 2:
+        raise ValueError(f"text: got {text!r:.80}, wanted one of at least two tokens")
     return np.array(rows[0][:LENGTH], np.int32), rows[0]
 
 

@@ -78,7 +78,8 @@ def perplexity(
     """
     rows, single, _ = as_rows(params, text, tokenizer, "text")
     if not single or len(rows[0]) < 2:
-        got = f"{len(rows)} texts" if not single else f"{len(rows[0])} token"
+        number = len(rows[0]) if text != "" else 0  # an empty prompt begins with BOS
+        got = f"{len(rows)} texts" if not single else "1 token" if number == 1 else f"{number} tokens"
         raise ValueError(f"text: got {got}, wanted a single text of at least two tokens")
     if window is not None:
         window, stride = as_integer("window", window, 2), as_integer("stride", stride, 1)

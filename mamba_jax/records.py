@@ -47,9 +47,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         ValueError: if there is no run in the folder.
     """
     try:
-        return json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: got a folder with no readable {RUN_FILE}, wanted one of a run") from error
+    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+        raise ValueError(f"{folder}: {RUN_FILE}: got {run!r:.80}, wanted an object with the config of a run")
+    return run
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mamba_jax.arguments import as_path
 from mamba_jax.checkpoints.files import CONFIG_FILES, TOKENIZER_FILES, TOKENIZER_MARKS, has_tokenizer
+from mamba_jax.messages import reason
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LOADING = threading.Lock()
@@ -65,7 +66,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises:
         ValueError: if there is no tokenizer, or it cannot be read; the message names the source.
     """
-    path = as_path("tokenizer", source)
+    path = as_path("tokenizer", source, "a folder, or a hub id such as 'owner/name'")
     if path.is_file():
         path = path.parent
     if path.is_dir():
@@ -82,8 +83,14 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def _files_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What tells a tokenizer from one that lay in the folder before: its files, their inodes, sizes and times."""
+    """What tells a tokenizer from one that lay in the folder before: its files, their inodes, sizes and times.
+
+    Raises:
+        ValueError: if one is no regular file; transformers might wait for it for ever.
+    """
     found = [(name, folder / name) for name in (*TOKENIZER_FILES, *CONFIG_FILES)]
+    if waiting := [file for _, file in found if file.exists() and not file.is_file()]:
+        raise ValueError(f"tokenizer: {waiting[0]} is not a regular file")
     stats = [(name, file.stat()) for name, file in found if file.is_file()]
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -95,7 +102,7 @@ def _hub_folder(repository: str) -> Path:
     try:
         return find_tokenizer(repository)
     except (OSError, ValueError) as error:
-        raise ValueError(_CANNOT_LOAD.format(source=repository, error=error)) from error
+        raise ValueError(_CANNOT_LOAD.format(source=repository, error=reason(error))) from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -109,7 +116,7 @@ def _auto_tokenizer(folder: str, files: tuple[tuple[str, int, int, int], ...]) -
             # Naming trust_remote_code keeps transformers from asking at the terminal whether to run a hub's code.
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises nothing narrower
-            raise ValueError(_CANNOT_LOAD.format(source=folder, error=error)) from error
+            raise ValueError(_CANNOT_LOAD.format(source=folder, error=reason(error))) from error
 
 
 @contextlib.contextmanager
@@ -125,16 +132,26 @@ def _without_advice() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which no file in UTF-8 holds; Python puts it where bytes were no text.
+
+    Raises:
+        ValueError: if the text, an argument of that name, has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at character {error.start}"
+        raise ValueError(f"{name}: got {got}, wanted valid Unicode") from error
+
+
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text, whole: special tokens are added if, and only if, the tokenizer's own settings add them.
 
     Raises:
         ValueError: if the text is no valid Unicode (it holds half of a surrogate pair).
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text: got {text[error.start]!r} at character {error.start}, wanted valid Unicode") from error
+    check_unicode("text", text)
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
@@ -183,6 +200,8 @@ class StopStrings:
         self.wanted = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
         if not all(isinstance(item, str) and item for item in self.wanted):
             raise ValueError(f"stop: got {stop!r:.80}, wanted strings of at least one character")
+        for item in self.wanted:
+            check_unicode("stop", item)
         self.matched: str | None = None
         self._held = ""
 

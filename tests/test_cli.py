@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -347,10 +348,59 @@ def test_a_perplexity_beyond_the_floats(capsys, as_json, shown):
         ["score", "a", "--file", __file__],
         ["score", "--file", "/no/such/file"],
         ["no-such-command"],
+        ["generate", PROMPT, "--policy", "bogus"],
+        ["generate", PROMPT, "--policy", "static:0"],
+        ["generate", PROMPT, "--policy", "table:/no/such/file"],
+        ["generate", PROMPT, "--policy", "[/bold]"],
+        ["generate", PROMPT, "--stop", "ok", "--stop", ""],
+        ["generate", PROMPT, "--stop", "\udcff"],
+        ["generate", "\udcff"],
+        ["generate", PROMPT, "--model", ""],
+        ["generate", PROMPT, "--tokenizer", ""],
+        ["generate", PROMPT, "--max-new-tokens", "-1"],
+        ["score", "\udcff"],
+        ["score", "a", "--model", ""],
+        ["perplexity", "--text", __file__, "--window", "256", "--stride", "512"],
+        ["perplexity", "--text", __file__, "--window", "1"],
+        ["perplexity", "--text", __file__, "--stride", "0"],
+        ["perplexity", "--text", __file__, "--chunk-size", "0"],
+        ["perplexity", "--text", __file__, "--chunk-size", "9" * 5000],
+        ["perplexity", "--text", __file__, "--out", ""],
+        ["perplexity", "--text", "/no/such/file"],
+        ["parity", "--against", "bogus"],
+        ["parity", "--against", ""],
+        ["longbench"],
+        ["longbench", "--data", "/no/such/folder"],
+        ["longbench", "--data", str(ROOT), "--shard", "3/2"],
+        ["longbench", "--data", str(ROOT), "--shard", "0/2"],
+        ["longbench", "--data", str(ROOT), "--max-length", "1"],
+        ["longbench", "--data", str(ROOT), "--policy", "bogus"],
+        ["longbench", "--data", str(ROOT), "--out", ""],
+        ["longbench", "--merge", "/no/such/folder"],
+        ["info", "--model", ""],
+        ["convert", "", "b", "--layout", "hf"],
+        ["convert", "a", "", "--layout", "hf"],
+        ["plan", "--length", "0"],
+        ["plan", "--length", "8", "--batch", "0"],
+        ["plan", "--length", "8", "--policy", "bogus"],
+        ["warm", "--batch", "0"],
+        ["warm", "--batch", "1,,2"],
+        ["warm", "--lengths", "0:8"],
+        ["warm", "--lengths", "8:1"],
+        ["warm", "--lengths", "8"],
+        ["warm", "--policy", "measured", "--policy", "bogus"],
+        ["warm", "--cache-dir", ""],
+        ["calibrate", "--batch", "0"],
+        ["calibrate", "--rounds", "0"],
+        ["calibrate", "--folder", ""],
+        ["layers", __file__, "--policy", "static:64"],
+        ["layers", __file__, "--policy", "bogus"],
+        ["bench", "no-such-benchmark"],
     ],
-    ids=" ".join,
+    ids=lambda args: ascii(" ".join(args))[1:61],
 )
-def test_wrong_use(run, args):
+def test_wrong_use_is_2_before_any_model_is_read(run, args, monkeypatch):
+    monkeypatch.setattr(mamba_jax, "load", lambda *_, **__: pytest.fail("read a model"))
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert "Usage" in err
@@ -415,6 +465,35 @@ def test_calibrate_says_where_its_table_is(run, model, tmp_path, monkeypatch):
     assert f"kept in {table}; deleting it undoes this" in err
 
 
+def test_what_the_arguments_alone_do_not_tell_is_1(run, model, bare_model, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("[]")
+    (tmp_path / "not.safetensors").write_bytes(b"x" * 100)
+    for args, message in [
+        (["info", "-m", tmp_path / "absent"], "no such folder"),
+        (["info", "-m", tmp_path], "no config.json"),
+        (["generate", PROMPT, "-m", bare_model], "tokenizer"),
+        (["generate", PROMPT, "-m", model, "--tokenizer", tmp_path], "tokenizer"),
+        (["generate", PROMPT, "-m", model, "--policy", "layers:64"], "layers"),
+        (["perplexity", "--text", tmp_path / "empty.txt", "-m", model], "text: got 0 tokens, wanted"),
+        (["perplexity", "--text", tmp_path / "bytes.txt", "-m", model], "no UTF-8 text"),
+        (["longbench", "--data", tmp_path, "-m", model, "--out", tmp_path / "out"], "dataset2prompt.json"),
+        (["longbench", "--merge", tmp_path / "run", "--out", tmp_path / "out"], "run.json: got []"),
+        (["longbench", "--merge", model, "--out", tmp_path / "out"], "holds no run"),
+        (["perplexity", "--text", __file__, "-m", model, "--out", tmp_path / "run"], "run.json: got []"),
+        (["layers", tmp_path / "empty.txt", "-m", model], "got an empty text"),
+        (["parity", "--against", "transformers", "--text", tmp_path / "empty.txt", "-m", model], "text: got ''"),
+        (["parity", "--against", tmp_path / "not.safetensors", "-m", model], "not safetensors"),
+        (["convert", model, model, "--layout", "hf"], "not overwritten"),
+    ]:
+        code, out, err = run(*args)
+        assert (code, out) == (1, ""), args
+        assert err.startswith("error: "), args
+        assert message in err, args
+
+
 def test_no_prompt_at_a_terminal(run, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
@@ -430,11 +509,17 @@ def test_stdin_that_is_no_text(run, model):
     assert "stdin: got bytes that are no UTF-8 text" in err
 
 
-def test_stdout_that_cannot_show_a_character(model, monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="")
-    monkeypatch.setattr(sys, "stdout", out)
-    cli._write("é🙂!\n")
-    assert out.buffer.getvalue() == b"??!\n"
+def test_stdout_that_cannot_show_a_character(model, tmp_path, monkeypatch):
+    folder = str(tmp_path / "é\udcff")
+    shutil.copytree(model, folder)
+    for args, shown in [(["score", "é🙂!", "-m", model], b'"?'), (["info", "-m", folder], b"??")]:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as end:
+            cli.main(args)
+        out.flush()
+        assert end.value.code in (None, 0)
+        assert shown in out.buffer.getvalue()
 
 
 # As a process
@@ -491,6 +576,13 @@ def test_a_closed_stderr_is_no_error(model):
             ["sh", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=240
         )
         assert (done.returncode, bool(done.stdout)) == (0, True)
+
+
+def test_a_closed_stdout_is_an_error():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    shell = f"{sys.executable} -m mamba_jax.cli info >&-"
+    done = subprocess.run(["sh", "-c", shell], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: stdout is closed\n")
 
 
 def test_interrupt(model):

@@ -117,6 +117,9 @@ def test_offset_and_number_of_samples(data):
     [
         ("{", "line 2: got no JSON"),
         ("[]", "line 2: got \\[\\], wanted a JSON object"),
+        ('{"context": "\\ud800", "answers": "a"}', "line 2: got no JSON in UTF-8"),
+        ('{"context": "c", "answers": "a", "length": NaN}', "line 2: got no JSON in UTF-8"),
+        ("\udcff", "line 2: got no JSON in UTF-8"),
         ('{"context": "c"}', "line 2: got no answers, wanted one of answers, answer"),
         ('{"answers": "a"}', "line 2: got no context, wanted one of context, article"),
         ('{"context": "c", "answers": [{}]}', "line 2: answers: got"),
@@ -124,7 +127,8 @@ def test_offset_and_number_of_samples(data):
     ],
 )
 def test_a_bad_row_is_named(tmp_path, line, message):
-    (tmp_path / "t.jsonl").write_text('{"context": "c", "answers": "a"}\n' + line + "\n")
+    text = '{"context": "c", "answers": "a"}\n' + line + "\n"
+    (tmp_path / "t.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         load_samples(tmp_path / "t.jsonl")
 
@@ -364,6 +368,10 @@ def test_unequal_shards_merge_into_the_run_of_one_process(start, tmp_path):
         merge([tmp_path / "odd", *parts[1:]])
     with pytest.raises(ValueError, match="holds no run"):
         merge([tmp_path / "nothing"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"config": {"window": 1024}}')
+    with pytest.raises(ValueError, match="holds a run of something else, wanted one of LongBench"):
+        merge([tmp_path / "other"])
 
 
 @needs_rouge
@@ -384,10 +392,14 @@ def test_the_command_runs_shards_and_merges_them(params, data, tokenizer, tmp_pa
     assert CliRunner().invoke(cli.app, ["longbench", *options, "--shard", "x"]).exit_code == 2
 
 
-def test_a_missing_package_is_named_before_anything_runs(params, data, tmp_path, monkeypatch):
+def test_a_missing_package_is_named_before_anything_runs_but_after_the_data(
+    params, tokenizer, data, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "rouge", None)
+    with pytest.raises(ValueError, match=r"dataset2prompt\.json"):
+        run(params, tmp_path, tmp_path / "out", tokenizer=tokenizer)
     with pytest.raises(ImportError, match=r"needs the package rouge: pip install 'mamba-jax\[eval\]'"):
-        run(params, data, tmp_path / "out")
+        run(params, data, tmp_path / "out", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
 
 

@@ -109,6 +109,22 @@ def test_a_file_without_anything_to_compare_is_named(tmp_path):
             recorded(tmp_path / "empty.safetensors", "float32")
 
 
+def test_recorded_outputs_of_other_shapes_are_named(tmp_path):
+    file = tmp_path / "golden.safetensors"
+    save_file({"ids": IDS, "argmax": IDS[1:]}, file)
+    with pytest.raises(ValueError, match=r"golden\.safetensors: argmax: got shape .*, wanted that of ids"):
+        recorded(file, "float32")
+    save_file({"ids": IDS, "argmax": IDS}, file)
+    for name, value in [("greedy_fp32", [1]), ("greedy_fp32", {"a": 1}), ("reference", {"ppl_fp32_valid": 3})]:
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        with pytest.raises(ValueError, match=f"{name}.json"):
+            recorded(file, "float32")
+        (tmp_path / f"{name}.json").unlink()
+    file.write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"golden\.safetensors: truncated or not safetensors"):
+        recorded(file, "float32")
+
+
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "falcon"])
 def test_against_transformers(kind):
     pytest.importorskip("torch", reason="needs the extra parity")

@@ -76,7 +76,7 @@ def test_the_batch_size_changes_nothing(batch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"text": [5]}, "text: got 1 token"),
+        ({"text": [5]}, "text: got 1 token,"),
         ({"text": [[5, 6], [7, 8]]}, "text: got 2 texts"),
         ({"window": 1}, "window: got 1"),
         ({"stride": 0}, "stride: got 0"),

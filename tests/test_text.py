@@ -298,7 +298,7 @@ def test_stop_string_at_the_very_end_of_a_byte_run():
 
 def test_stop_accepts_one_string_and_refuses_an_empty_one():
     assert text.StopStrings("ab").push("xab") == "x"
-    for bad in ("", ["a", ""], [3], 1, b"a", [None]):
+    for bad in ("", ["a", ""], [3], 1, b"a", [None], "\udcff", ["a", "b\ud800"]):
         with pytest.raises(ValueError, match="stop: got"):
             text.StopStrings(bad)
 
@@ -338,6 +338,19 @@ def test_missing_tokenizer_is_named(tmp_path):
     assert str(tmp_path) in str(error.value)
     with pytest.raises(ValueError, match="no folder"):
         text.load_tokenizer(str(tmp_path / "absent"))
+    for bad in ("", "a\0b", "x" * 5000):
+        with pytest.raises(ValueError, match=r"tokenizer: got .*, wanted a folder"):
+            text.load_tokenizer(bad)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a FIFO")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_fifo_among_the_files_is_named_and_not_waited_for(tmp_path, name):
+    BYTES.save_pretrained(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"tokenizer: {tmp_path / name} is not a regular file"):
+        text.load_tokenizer(str(tmp_path))
 
 
 def test_broken_tokenizer_is_named(tmp_path):
@@ -345,6 +358,8 @@ def test_broken_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match="tokenizer: cannot load one from") as error:
         text.load_tokenizer(str(tmp_path))
     assert str(tmp_path) in str(error.value)
+    assert ".. Pass" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_unknown_hub_id_is_named(monkeypatch):

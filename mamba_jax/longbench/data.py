@@ -70,17 +70,18 @@ def load_samples(path: Path, *, offset: int = 0, max_samples: int | None = None)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: got no JSON: {error}") from error
+                row = json.loads(line.decode("utf-8"))
+                json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # it is written into the records
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: got no JSON in UTF-8: {error}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{where}: got {line.strip():.60}, wanted a JSON object")
+                raise ValueError(f"{where}: got {row!r:.60}, wanted a JSON object")
             yield where, row
 
 

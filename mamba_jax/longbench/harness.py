@@ -81,7 +81,6 @@ def run(
         ValueError: if an argument or a file does not fit, or `out` holds a run of another configuration.
         ImportError: if the package `rouge` is missing.
     """
-    require_rouge()
     _check(max_length=max_length, max_new_tokens=max_new_tokens, batch=batch, shard=shard)
     source = tokenizer if tokenizer is not None else params.text.tokenizer
     if source is None:
@@ -91,6 +90,7 @@ def run(
     loaded = text_lib.load_tokenizer(source) if isinstance(source, str) else source
     chosen, folder = as_policy(policy), as_path("out", out)
     found = _tasks(as_path("data", data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
+    require_rouge()
     config = {
         "model": name,
         "weights": records.fingerprint(params),
@@ -150,6 +150,8 @@ def merge(shards: Sequence[str | Path], out: str | Path | None = None) -> Summar
     runs = [records.read_run(folder) for folder in folders]
     configs = [{key: value for key, value in run["config"].items() if key != "shard"} for run in runs]
     for folder, config in zip(folders, configs, strict=True):
+        if not {"tasks", "offset", "model", "dtype", "policy", "max_length"} <= config.keys():
+            raise ValueError(f"shards: got {folder}, which holds a run of something else, wanted one of LongBench")
         if config != configs[0]:
             differing = sorted(key for key in config | configs[0] if config.get(key) != configs[0].get(key))
             raise ValueError(

@@ -6,16 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from bench import engine
 from bench.all import SUITE
 from bench.common import Section, Setting, perform, significant, turns
 from bench.models import PUBLISHED, load_model, published
 from bench.report import write_report
 from mamba_jax import cli
+from tests.tiny import tiny_params
 
 pytest.importorskip("matplotlib", reason="extra `bench`")
 ROOT = Path(__file__).parents[2]
@@ -134,6 +138,22 @@ def test_the_page_holds_every_result(rows, folder):
     assert page.count("data:image/png;base64,") == page.count("<h2 ") >= 2
     with pytest.raises(ValueError, match="folder: got"):
         write_report(folder / "none")
+
+
+@pytest.mark.parametrize("new", [("2", "4"), ("96", "32"), ("0", "64"), ("32", "32")])
+def test_generations_too_close_to_time_their_difference_are_refused(new):
+    app = typer.Typer()
+    app.command()(engine.main)
+    result = CliRunner().invoke(app, ["--new", *new])
+    assert result.exit_code == 2
+    assert f"got {new[0]} {new[1]}, wanted a short and a long" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_longer_generation_that_took_no_longer_is_an_error():
+    ours = types.SimpleNamespace(params=tiny_params("mamba2"), batch=1)
+    timing = engine.Timing("mamba_jax", "decode", [(-1e-6, 9.0, 9.0)])
+    with pytest.raises(ValueError, match="mamba_jax, decode: more tokens took no longer: set --new further apart"):
+        engine.summarise([timing], ours, 1.0)
 
 
 def test_the_command_runs_a_benchmark_with_its_options(tmp_path):

@@ -1,5 +1,6 @@
 """Configs of every dialect: dimensions of published models, refusals by name, contradictions, fuzz."""
 
+import functools
 import json
 import math
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_jax import MambaConfig, TextInfo
-from mamba_jax.checkpoints.configs import parse_config, parse_limit, read_config
+from mamba_jax.checkpoints.configs import _ATTENTION_LAYERS, _MAMBA2_SSM_KEYS, parse_config, parse_limit, read_config
 
 ORIGINAL = {
     "d_model": 768,
@@ -248,6 +249,23 @@ def test_hybrids_are_refused_by_name(name):
         (MAMBA_HF | {"architectures": ["Mamba2ForCausalLM"]}, "model_type 'mamba' contradicts"),
         (MAMBA_HF | {"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
         (MAMBA_HF | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (MAMBA_HF | {"architectures": [{}]}, r"architectures: got \[\{\}\], wanted a list of names"),
+        (MAMBA_HF | {"architectures": "MambaModel"}, "architectures: got 'MambaModel', wanted a list of names"),
+        (MAMBA_HF | {"model_type": ["mamba"]}, r"model_type: got \['mamba'\], wanted a name"),
+        (MAMBA2_HF | {"architectures": ["LlamaForCausalLM"]}, "unknown architecture LlamaForCausalLM"),
+        (MAMBA2_HF | {"architectures": ["Mamba2Model", "MambaModel"]}, "model_type 'mamba2' contradicts"),
+        (
+            MAMBA2_HF | {"model_type": None, "architectures": ["Mamba2Model", "MambaModel"]},
+            "model_type None contradicts architectures Mamba2Model, MambaModel, or these each other",
+        ),
+        (MAMBA2_HF | {"compression_config": {"format": "int"}}, "compression_config: quantised weights"),
+        (MAMBA2_HF | {"attn_layer_indices": [3]}, r"attn_layer_indices: hybrid: attention layers \[3\]"),
+        (MAMBA2_HF | {"hybrid_layer_ids": [6, 12]}, "hybrid_layer_ids: hybrid: attention layers"),
+        (MAMBA2_HF | {"attn": {"layers": [1]}}, "attn: hybrid: attention layers"),
+        (MAMBA2_HF | {"hybrid_override_pattern": "MM*-"}, r"hybrid_override_pattern: hybrid: has layers \*, -"),
+        (MAMBA2_HF | {"layers_block_type": ["mamba", "attention"]}, "layers_block_type: hybrid: has layers attention"),
+        (MAMBA2_HF | {"layers_block_type": {"3": "attention"}}, "layers_block_type: hybrid: has layers"),
+        (MAMBA2_HF | {"time_step_limit": [math.inf, math.inf]}, r"dt_limit: got \(inf, inf\), wanted .* a finite low"),
         (MAMBA2_HF | {"n_groups": 7}, "ngroups=7 does not divide nheads=24"),
     ],
 )
@@ -392,6 +410,17 @@ def test_folders_without_a_usable_config(tmp_path):
             read_config(tmp_path)
 
 
+def test_lists_of_layers_that_are_all_mamba_are_taken():
+    all_mamba = {"hybrid_override_pattern": "MMMM", "layers_block_type": ["mamba"] * 4, "attn_layer_indices": []}
+    assert parse_config(MAMBA2_HF | all_mamba) == parse_config(MAMBA2_HF)
+
+
+def test_keys_given_twice_are_an_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"d_model": 8, "n_layer": 1, "ssm_cfg": {"expand": 2, "expand": 4}}')
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: keys given twice: expand"):
+        read_config(tmp_path)
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -403,8 +432,36 @@ VALUES = st.one_of(
     st.just(10**400),
 )
 KEYS = sorted(
-    {*ORIGINAL, *MAMBA2_HF, *FALCON, *PARAMS_JSON, "attn_layer_idx", "layer_types", "d_intermediate", "mixer_rms_eps"}
+    {
+        *(*ORIGINAL, *MAMBA2_HF, *FALCON, *PARAMS_JSON, "layer_types", "layers_block_type", "d_intermediate"),
+        *("mixer_rms_eps", "quantization_config", "compression_config", "hybrid_override_pattern", "hidden_act"),
+    }
 )
+
+
+NEST = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+ODD = [True, -1, 0, 1.5, math.nan, math.inf, -math.inf, 10**400, 10**5000, 2**63, "", "x", "\ud800", b"x", (), [], {}]
+ODD += [[None], [[]], [{}], {"a": {}}, [1] * 1000, {"__float__": []}, ["Infinity", {"__float__": "x"}], NEST, object()]
+
+
+@pytest.mark.parametrize("base", [ORIGINAL, MAMBA_HF, MAMBA2_HF, FALCON, PARAMS_JSON])
+def test_a_value_of_any_type_is_taken_or_refused_by_name(base):
+    ssm = {"layer": "Mamba2"} if base is ORIGINAL else {}
+    places = [(key, value) for key in {*KEYS, *_ATTENTION_LAYERS, "time_step_limit"} for value in ODD]
+    cases = [(key, base | {key: value}) for key, value in places]
+    cases += [(key, base | {"ssm_cfg": ssm | {key: value}}) for key in _MAMBA2_SSM_KEYS for value in ODD]
+    problems = {}
+    for key, raw in cases:
+        try:
+            config, _ = parse_config(raw, "there")
+        except ValueError as error:
+            problems[str(error)] = key
+        else:
+            assert math.isfinite(config.norm_eps + config.dt_limit[0]), key
+            assert config.d_inner >= 1, key
+    for problem, key in problems.items():
+        assert problem.startswith("there: "), (key, problem)
+        assert len(problem) < 1500, (key, problem)
 
 
 @settings(max_examples=200, deadline=None)

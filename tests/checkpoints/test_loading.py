@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -281,6 +283,124 @@ def test_indexes_that_disagree_with_their_shards(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("make", [folders.mamba1_folder, folders.mamba2_folder])
+def test_a_file_that_changes_after_its_header_was_read_is_an_error(tmp_path, make):
+    make(tmp_path / "model")
+    make(tmp_path / "other", seed=1)
+    (file,) = (item for item in (tmp_path / "model").iterdir() if item.suffix in (".bin", ".safetensors"))
+    name = "backbone.norm_f.weight"
+    before = open_weights(file.parent)[name]
+    np.testing.assert_array_equal(before.map(), before.map())
+    (tmp_path / "other" / file.name).replace(file)  # of the same size
+    with pytest.raises(ValueError, match=f"{file}: was replaced or written to while it was being loaded"):
+        before.map()
+    before = open_weights(file.parent)[name]
+    with file.open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(ValueError, match="was replaced or written to"):
+        before.map()
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    """Ends what waits for ever."""
+
+    def end(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="makes FIFOs and reads /dev")
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (folders.mamba2_folder, "config.json"),
+        (folders.mamba2_folder, "model.safetensors"),
+        (folders.mamba1_folder, "pytorch_model.bin"),
+        (folders.mamba2_folder, "generation_config.json"),
+        (folders.mamba2_folder, "model.safetensors.index.json"),
+        (folders.mamba2_folder, "shard.safetensors"),
+    ],
+)
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, name, device):
+    make(tmp_path)
+    file = tmp_path / name
+    file.unlink(missing_ok=True)
+    if device:
+        file.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(file)
+    if name in ("model.safetensors.index.json", "shard.safetensors"):
+        (tmp_path / "model.safetensors").unlink()
+    if name == "shard.safetensors":
+        folders.write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": name}})
+    with at_most(20), pytest.raises(ValueError, match=f"{file}: is not a regular file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_or_a_loop_of_links_in_place_of_a_file(tmp_path, name):
+    folders.mamba2_folder(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError, match=name):
+        load(tmp_path)
+    (tmp_path / name).rmdir()
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(OSError, match=f"symbolic links: .*{name}"):
+        load(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match=name):
+        load(tmp_path)
+
+
+def test_errors_stay_short_whatever_the_files_say(tmp_path):
+    folders.mamba2_folder(tmp_path / "model")
+    long, weights = "x" * 1_000_000, tmp_path / "model" / "model.safetensors"
+    whole = json.loads((tmp_path / "model" / "config.json").read_text())
+
+    def refused(path=tmp_path / "model"):
+        with pytest.raises(ValueError, match=r"\w") as error:
+            load(path)
+        assert len(str(error.value)) < 5000
+        assert "\x1b" not in str(error.value)
+        return str(error.value)
+
+    for key in whole:
+        for value in (long, [long] * 3, {long: long}, [[0] * 100_000], "\x1b[2J"):
+            folders.write_json(tmp_path / "model" / "config.json", whole | {key: value})
+            with contextlib.suppress(pytest.fail.Exception):  # what is not read may say anything
+                refused()
+    folders.write_json(tmp_path / "model" / "config.json", whole)
+    arrays = folders.random_arrays(folders.mamba2_shapes())
+    folders.write_safetensors(weights, arrays | {f"{i}{long}": np.zeros(1, np.float32) for i in range(12)})
+    assert "12 unexpected: " in refused()
+    folders.write_safetensors(weights, arrays | {"\x1b[2J": np.zeros(1, np.float32)})
+    assert r"unexpected: \x1b[2J" in refused()
+    torch_archives.write(tmp_path / "model" / "pytorch_model.bin", arrays | {long: np.zeros(1, np.float32)})
+    weights.unlink()
+    assert "1 unexpected: " in refused()
+    (tmp_path / "model" / "pytorch_model.bin").unlink()
+    folders.write_json(tmp_path / "model" / "model.safetensors.index.json", {"weight_map": {"a": long}})
+    assert "wanted the name of a file beside the index" in refused()
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(1000):
+        (folder / f"{i:04}-{'y' * 200}").touch()
+    assert "no config.json or params.json; found 0000-" in refused(folder)
+    folders.write_json(folder / "config.json", whole)
+    assert "and 991 more" in refused(folder)
+
+
 def test_u60_mistral_files_with_params_json(tmp_path):
     raw = {
         "dim": 64,
@@ -308,9 +428,13 @@ def test_arguments_and_folders_that_are_wrong(tmp_path):
         load(tmp_path, revision="main")
     with pytest.raises(ValueError, match="is a file, wanted the folder"):
         load(tmp_path / "config.json")
-    for name in ("./nowhere", "/no/such/folder", "a/b/c", "", "../x", tmp_path / "nowhere"):
+    for name in ("./nowhere", "/no/such/folder", "a/b/c", "../x", tmp_path / "nowhere"):
         with pytest.raises(ValueError, match="no such folder, and no hub id"):
             load(name)
+    for name in ("", "a\0b", "x" * 10_000_000):
+        with pytest.raises(ValueError, match=r"path_or_hub_id: got .*, wanted a folder") as error:
+            load(name)
+        assert len(str(error.value)) < 400
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "weights.gguf")
     with pytest.raises(
         ValueError, match=r"no weights; wanted one of model.safetensors.*found config.json, weights.gguf"

@@ -191,3 +191,12 @@ def test_a_padded_vocabulary_keeps_both_of_its_sizes(tmp_path):
     raw = strict_json(tmp_path / "config.json")
     assert (raw["vocab_size"], raw["unpadded_vocab_size"], raw["pad_vocab_size_multiple"]) == (104, 101, 8)
     assert load(tmp_path).config.vocab_size == 101
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000, b"folder", 3])
+def test_what_names_no_folder_is_refused_before_anything_is_written(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"directory: got .*, wanted the path of a folder") as error:
+        save(random_params("mamba1"), path)
+    assert len(str(error.value)) < 400
+    assert not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def test_views_honour_strides_and_start(tmp_path):
     items = {
         "transposed": ta.tensor("0", "float32", 6, (3, 2), (1, 3)),
         "column": ta.tensor("0", "float32", 6, (2,), (3,), start=1),
-        "expanded": ta.tensor("0", "float32", 6, (4, 2), (0, 1), start=4),
+        "one row": ta.tensor("0", "float32", 6, (1, 2), (0, 1), start=4),
         "scalar": ta.tensor("0", "float32", 6, (), (), start=5),
         "nothing": ta.tensor("0", "float32", 6, (0, 9), (9, 1)),
     }
@@ -56,7 +56,7 @@ def test_views_honour_strides_and_start(tmp_path):
     base = np.arange(6, dtype=np.float32)
     np.testing.assert_array_equal(tensors["transposed"].map(), base.reshape(2, 3).T)
     np.testing.assert_array_equal(tensors["column"].map(), [1, 4])
-    np.testing.assert_array_equal(tensors["expanded"].map(), [[4, 5]] * 4)
+    np.testing.assert_array_equal(tensors["one row"].map(), [[4, 5]])
     np.testing.assert_array_equal(tensors["scalar"].map(), 5)
     assert tensors["nothing"].map().shape == (0, 9)
 
@@ -146,7 +146,12 @@ def test_a_nest_that_would_hash_or_print_for_ever_is_refused_at_once(tmp_path):
     [
         (ta.tensor("0", "float32", 6, (7,), (1,)), r"shape \(7,\) with strides \(1,\) from 0 ends beyond"),
         (ta.tensor("0", "float32", 6, (2, 3), (3, 1), start=1), "ends beyond its storage"),
-        (ta.tensor("0", "float32", 6, (2,), (-1,), start=3), "its start, shape or strides are no sizes"),
+        (ta.tensor("0", "float32", 6, (2**31 - 1,), (0,)), "tensor 'a': .* repeats elements"),
+        (ta.tensor("0", "float32", 6, (2, 3), (0, 1)), r"shape \(2, 3\) with strides \(0, 1\) from 0 repeats elements"),
+        (ta.tensor("0", "float32", 6, (2, 3), (1, 1)), "repeats elements of its storage"),
+        (ta.tensor("0", "float32", 6, (2, 2, 2), (3, 1, 1)), "repeats elements of its storage"),
+        (ta.tensor("0", "float32", 6, (1,) * 40, (1,) * 40), "tensor 'a': got 40 axes"),
+        (ta.tensor("0", "float32", 6, (2,), (-1,), start=3), "tensor 'a': its start, shape or strides are no sizes"),
         (ta.tensor("0", "float32", 6, (-2,), (1,)), "are no sizes"),
         (ta.tensor("0", "float32", 6, (2, 3), (1,)), "are no sizes"),
         (ta.tensor("0", "float32", 7, (7,), (1,)), "storage '0': 24 bytes are not the elements of float32"),
