@@ -56,6 +56,7 @@ class Mamba2Layer:
 
 Layer = Mamba1Layer | Mamba2Layer
 FLOAT32_FIELDS = frozenset({"dt_bias", "A_log", "D"})
+MAX_A_LOG = 88.0  # A = -exp(A_log) reads larger ones as this: an infinite A would make NaN of a step of 0
 _SHOWN = 10  # weights that an error lists before it counts the rest
 
 

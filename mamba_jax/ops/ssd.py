@@ -83,8 +83,8 @@ def ssd(
         lengths: valid positions of each row, the rest is padding on the right.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
-        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes 16-bit x, B and C, headdim 64, d_state
-            64 or 128 and no segment_ids, and whose chunk size is its own; None leaves it to `ops.dispatch`.
+        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes bfloat16 x, B and C, headdim 64,
+            d_state 64 or 128 and no segment_ids, and whose chunk size is its own; None leaves it to `ops.dispatch`.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, h, p, n), or

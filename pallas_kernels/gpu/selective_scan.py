@@ -163,7 +163,7 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):
             dt = _softplus(dt)
         if dt_limit != (0.0, math.inf):
             dt = jnp.minimum(jnp.maximum(dt, dt_limit[0]), dt_limit[1])
-        return dt * jnp.where(position < length, 1.0, 0.0)
+        return jnp.where(position < length, dt, 0.0)  # whatever dt is there, NaN too
 
     def advance(state, dt, xdt, B, t):
         decays = [jnp.exp2(dt * rate) for rate in rates]
