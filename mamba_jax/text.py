@@ -124,17 +124,27 @@ def _without_advice() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
     """Token ids of a text, whole: special tokens are added if, and only if, the tokenizer's own settings add them.
 
+    Args:
+        tokenizer: gives the ids.
+        text: the text.
+        name: of the argument that it came in, for errors.
+
     Raises:
-        ValueError: if the text is no valid Unicode (it holds half of a surrogate pair).
+        ValueError: if the text is no valid Unicode (it holds half of a surrogate pair), or has characters of which the
+            tokenizer makes no token at all.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"text: got {text[error.start]!r} at character {error.start}, wanted valid Unicode") from error
-    return list(tokenizer(text, verbose=False)["input_ids"])
+        got = f"{text[error.start]!r} at character {error.start}"
+        raise ValueError(f"{name}: got {got}, wanted valid Unicode") from error
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if text and not ids:
+        raise ValueError(f"{name}: got {text!r:.80}, of which the tokenizer makes no token, wanted at least one")
+    return ids
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -48,8 +48,8 @@ def lengths_used(low: int, high: int, costs: Mapping[int, float] = DEFAULT_COSTS
 
 def batch_bucket(batch: int) -> int:
     """The compiled number of rows that a batch is filled up to: a power of two up to 8, then a multiple of 8."""
-    if batch < 1:
-        raise ValueError(f"batch: got {batch}, wanted at least 1")
+    if not 1 <= batch < 2**31:
+        raise ValueError(f"batch: got {batch}, wanted 1 to {2**31 - 1}")
     return 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8
 
 

@@ -55,6 +55,8 @@ def test_batches_are_filled_up():
     assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 100)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 104]
     with pytest.raises(ValueError, match="batch: got 0"):
         batch_bucket(0)
+    with pytest.raises(ValueError, match="batch: got 1000000000000, wanted 1 to 2147483647"):
+        batch_bucket(10**12)
 
 
 @pytest.mark.parametrize(
