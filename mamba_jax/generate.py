@@ -325,7 +325,7 @@ def make_request(
         stop_ids=frozenset(stop_ids),
         stop=stop,
         tokenizer=tokenizer,
-        policy=as_policy(policy),
+        policy=as_policy(policy, params.config.n_layer),
         on_device=DecodeOptions(
             stop=_host(stop_mask),
             valid_vocab=_host(np.int32(valid)),

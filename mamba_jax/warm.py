@@ -108,7 +108,9 @@ def specs_for(
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 0")
     if unknown := set(tasks) - {"generate", "score", "embed"}:
         raise ValueError(f"tasks: got {sorted(unknown)}, wanted some of 'generate', 'score', 'embed'")
-    chosen = [as_policy(policy) for policy in policies]  # once: they may be a generator
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        raise ValueError(f"policies: got {policies!r:.80}, wanted a list of them")
+    chosen = [as_policy(policy, model.config.n_layer) for policy in policies]  # once: they may be a generator
     if not chosen:
         raise ValueError("policies: got none, wanted at least one (None: the default)")
     low, high = lengths

@@ -11,6 +11,7 @@ import pytest
 import mamba_jax
 from mamba_jax import MambaConfig, TextInfo, forward, generate, init_cache, prefill, score, step, stream
 from mamba_jax.programs import BLOCK, TABLE
+from mamba_jax.scheduler.policies import Guarded, PerLayer, Static
 from mamba_jax.scheduler.segments import plan_segments
 from tests.small_tokenizers import byte_fallback, byte_level, words
 from tests.tiny import KINDS, tiny_params
@@ -275,6 +276,14 @@ def test_bad_prompts_are_refused(params, prompt, message):
         ({"stop_token_ids": ""}, "stop_token_ids: got ''"),
         ({"stop_token_ids": bytearray(b"a")}, "stop_token_ids: got bytearray"),
         ({"tokenizer": 5}, "tokenizer: got 5"),
+        ({"policy": 3}, "policy: got 3, wanted a policy"),
+        ({"policy": []}, r"policy: got \[\], wanted a policy"),
+        ({"policy": b"static:64"}, "policy: got b'static:64', wanted a policy"),
+        ({"policy": Static}, "policy: got <class .*Static'>, wanted a policy"),
+        ({"policy": np.array(["static:64"])}, "policy: got array"),
+        ({"policy": "layers:64,64"}, "policy: got 'layers:64,64' with 2 chunk sizes, wanted one for each of 1 layers"),
+        ({"policy": "careful:layers:64,64,64"}, "policy: got 'layers:64,64,64' with 3 chunk sizes"),
+        ({"policy": Guarded(PerLayer((64, 32)))}, "policy: got 'layers:64,32' with 2 chunk sizes"),
     ],
 )
 def test_bad_options_are_refused(params, options, message):

@@ -103,6 +103,9 @@ def test_policies_and_tasks_have_programs_of_their_own():
         ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
         ({"tasks": ["train"]}, r"tasks: got \['train'\]"),
         ({"policies": ["none"]}, "policy: got 'none'"),
+        ({"policies": "static:16"}, "policies: got 'static:16', wanted a list"),
+        ({"policies": 3}, "policies: got 3, wanted a list"),
+        ({"policies": [3]}, "policy: got 3, wanted a policy"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, tmp_path):
