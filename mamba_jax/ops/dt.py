@@ -32,6 +32,8 @@ def step_size(
         dt, float32.
     """
     dt = dt.astype(jnp.float32)
+    if valid is not None:
+        dt = jnp.where(valid[..., None], dt, 0.0)  # else gradients would be NaN where padding is
     if dt_bias is not None:
         dt = dt + dt_bias.astype(jnp.float32)
     if dt_softplus:

@@ -74,7 +74,8 @@ def selective_scan(
         dt_limit: clamp of dt after softplus.
         initial_state: state before the first position; zeros if None. It belongs to the row's first sequence, or with
             num_segments it is (b, num_segments, n, d), one for each sequence.
-        lengths: valid positions of each row, the rest is padding on the right.
+        lengths: valid positions of each row, the rest is padding on the right: x, B and C are to be finite
+            there, as the convolution leaves them, dt may be anything.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
         implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 256

@@ -407,17 +407,24 @@ def test_gradient_in_low_precision_is_finite(op, dtype):
 
 
 @both
-def test_gradient_of_padding_is_zero(op):
+@pytest.mark.parametrize("rubbish", [1.0, np.nan])
+def test_gradient_of_padding_is_zero(op, rubbish):
+    """Also where its steps are no numbers, which shows nowhere else either."""
     inputs = op.inputs(op.small)
+    padding = np.arange(40) >= np.array([[7], [23]])
 
-    def loss(x):
-        y, state = op.scan(**inputs | {"x": x}, chunk_size=16, lengths=jnp.array([7, 23]))
+    def loss(x, dt, dt_bias):
+        changed = {"x": x, "dt": dt, "dt_bias": dt_bias}
+        y, state = op.scan(**inputs | changed, chunk_size=16, lengths=jnp.array([7, 23]))
         return y[0, :7].sum() + y[1, :23].sum() + state.sum()
 
-    grad = np.asarray(jax.jit(jax.grad(loss))(inputs["x"]))
-    assert np.abs(grad[0, 7:]).max() == 0.0
-    assert np.abs(grad[1, 23:]).max() == 0.0
-    assert np.abs(grad[:, :7]).min() > 0.0
+    dt = inputs["dt"].copy()
+    dt[padding] = rubbish
+    x, dt, dt_bias = map(np.asarray, jax.jit(jax.grad(loss, (0, 1, 2)))(inputs["x"], dt, inputs["dt_bias"]))
+    for grad in (x, dt):
+        assert np.abs(grad[padding]).max() == 0.0
+        assert np.abs(grad[:, :7]).min() > 0.0
+    assert np.isfinite(dt_bias).all()
 
 
 @both
