@@ -1,6 +1,8 @@
-"""What callers pass as arguments: numbers of Python, numpy or JAX (but no bools and no text), dtypes, arrays, paths.
+"""What callers pass as arguments: numbers (but no bools and no text), dtypes, arrays, paths.
 
-What does not fit is a `ValueError` that names the argument, what came and what was wanted.
+Numbers and ids may be Python's, or come in arrays of numpy or JAX, or in any array that numpy can read through its
+`__array__`, such as a torch tensor on the CPU. Bytes of any kind are no ids. What does not fit is a `ValueError` that
+names the argument, what came and what was wanted.
 """
 
 import math
@@ -17,14 +19,25 @@ from mamba_jax.messages import shown
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # that weights, windows and states may have
 _PATH_MAX = 4096  # characters of a path
+BYTES = bytes | bytearray | memoryview
+
+
+def as_array(value: Any) -> Any:
+    """Another library's array as numpy's; what is no array, or one that numpy cannot read, and JAX's as it is."""
+    if isinstance(value, jax.Array | np.ndarray) or not hasattr(value, "__array__"):
+        return value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # on an accelerator, with a gradient, of a dtype that numpy lacks
+        return value
 
 
 def is_integer(value: Any) -> bool:
     """Whether it is a single integer."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return value.ndim == 0 and jnp.issubdtype(dtype, jnp.integer)
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    value = as_array(value)
+    return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
 
 
 def as_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -37,21 +50,23 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def as_integers(value: Any) -> list[int] | None:
     """The integers of a sequence, a set or an array of one axis; None if it is anything else."""
+    value = as_array(value)
     if isinstance(value, jax.Array | np.ndarray):
         whole = value.size == 0 or jnp.issubdtype(value.dtype, jnp.integer)
         return np.asarray(value).tolist() if whole and value.ndim == 1 else None
-    if not isinstance(value, Sequence | Set) or not all(map(is_integer, value)):
+    if isinstance(value, str | BYTES) or not isinstance(value, Sequence | Set) or not all(map(is_integer, value)):
         return None
     return [int(item) for item in value]
 
 
 def as_number(name: str, value: Any, accept: Callable[[float], bool], wanted: str) -> float:
     """A single number that `accept` takes."""
+    array = as_array(value)
     single = is_integer(value) or isinstance(value, float)
-    if not single and hasattr(value, "dtype"):
-        single = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    if not single and isinstance(array, jax.Array | np.ndarray):
+        single = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.floating)
     try:
-        number = float(value) if single else math.nan
+        number = float(array) if single else math.nan
     except OverflowError:  # an integer beyond the floats
         number = math.inf
     if not accept(number):
@@ -92,7 +107,7 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 def is_array(value: Any, shape: tuple[int, ...], dtypes: Sequence[str]) -> bool:
     """Whether it is an array (of JAX or numpy) of that shape and one of the dtypes."""
-    return getattr(value, "shape", None) == shape and value.dtype.name in dtypes
+    return isinstance(value, jax.Array | np.ndarray) and value.shape == shape and value.dtype.name in dtypes
 
 
 def describe(value: Any) -> str:

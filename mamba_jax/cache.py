@@ -31,7 +31,7 @@ def init_cache(config: MambaConfig, batch: int, dtype: DTypeLike, state_dtype: D
 
     Args:
         config: the architecture.
-        batch: rows, at least 1.
+        batch: rows, from 1 to 2**31 - 1.
         dtype: of the convolution windows: `params.dtype`.
         state_dtype: of the SSM states. 16-bit states lose slow decays (0.999 rounds to 1 in bfloat16).
 
@@ -39,14 +39,18 @@ def init_cache(config: MambaConfig, batch: int, dtype: DTypeLike, state_dtype: D
         A zero cache.
 
     Raises:
-        ValueError: if batch is below 1, or a dtype is none that weights may have.
+        ValueError: if batch is out of its range or too large for the device's memory, or a dtype is none that weights
+            may have.
     """
-    rows = as_integer("batch", batch, 1)
+    rows = as_integer("batch", batch, 1, 2**31 - 1)
     dtype, state_dtype = float_dtype("dtype", dtype), float_dtype("state_dtype", state_dtype)
-    return MambaCache(
-        conv=tuple(jnp.zeros((rows, *window_shape(config)), dtype) for _ in range(config.n_layer)),
-        ssm=tuple(jnp.zeros((rows, *state_shape(config)), state_dtype) for _ in range(config.n_layer)),
-    )
+    try:
+        return MambaCache(
+            conv=tuple(jnp.zeros((rows, *window_shape(config)), dtype) for _ in range(config.n_layer)),
+            ssm=tuple(jnp.zeros((rows, *state_shape(config)), state_dtype) for _ in range(config.n_layer)),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"batch: got {rows}, wanted a cache that fits the device's memory: {error}") from error
 
 
 def window_shape(config: MambaConfig) -> tuple[int, ...]:

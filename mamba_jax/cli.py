@@ -624,7 +624,8 @@ def plan(
     """Print what reading a prompt would run: segments, programs, chunk sizes, why, and the expected time."""
     from mamba_jax.planning import as_policy, make_plan
 
-    made = make_plan(_described(model, dtype), batch, length, as_policy(policy))
+    described = _described(model, dtype)
+    made = make_plan(described, batch, length, as_policy(policy, described.config.n_layer))
     facts = {
         "length": made.length,
         "batch": made.batch,

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mamba_jax import text as text_lib
-from mamba_jax.arguments import as_integer, as_integers, is_integer
+from mamba_jax.arguments import BYTES, as_array, as_integer, as_integers, is_integer
 from mamba_jax.cache import MambaCache
 from mamba_jax.params import Params, check_params
 from mamba_jax.planning import as_policy, make_plan
@@ -149,8 +149,8 @@ def generate(
 
     Args:
         params: the model.
-        prompt: a string, token ids, or a list of either with unequal lengths. An empty prompt becomes the BOS token
-            where the checkpoint names one.
+        prompt: a string, token ids, or a list of either with unequal lengths. Ids may come in any integer array that
+            numpy can read. An empty prompt becomes the BOS token where the checkpoint names one.
         max_new_tokens: most tokens to generate; 0 only reads the prompt.
         temperature: 0 takes the most likely token.
         top_k: sample among the k most likely tokens.
@@ -246,9 +246,8 @@ def as_rows(
     """
     if not isinstance(params, Params):
         check_params(params)  # raises
-    if isinstance(prompt, jax.Array):
-        prompt = np.asarray(prompt)
-    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    prompt = np.asarray(prompt) if isinstance(prompt, jax.Array) else as_array(prompt)
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, BYTES)
     if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim):
         raise ValueError(f"{name}: got {prompt!r:.80}, {_PROMPT}")
     single = isinstance(prompt, str) or (len(prompt) > 0 and is_integer(prompt[0]))
@@ -268,9 +267,9 @@ def _as_ids(params: Params, prompt: Any, tokenizer: Tokenizer | None, name: str)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name}: got text, but the checkpoint has no tokenizer beside it: {_TOKENIZER}")
-        ids = text_lib.encode(tokenizer, prompt)
+        ids = text_lib.encode(tokenizer, prompt, name)
     else:
-        ids = None if isinstance(prompt, bytes | Set) else as_integers(prompt)
+        ids = None if isinstance(prompt, Set) else as_integers(prompt)
     if ids is None:
         raise ValueError(f"{name}: got {prompt!r:.80}, {_PROMPT}")
     if not ids:
@@ -326,7 +325,7 @@ def make_request(
         stop_ids=frozenset(stop_ids),
         stop=stop,
         tokenizer=tokenizer,
-        policy=as_policy(policy),
+        policy=as_policy(policy, params.config.n_layer),
         on_device=DecodeOptions(
             stop=_host(stop_mask),
             valid_vocab=_host(np.int32(valid)),

@@ -102,7 +102,7 @@ class MambaJax(TemplateLM):
         self.max_gen_toks = _at_least("max_gen_toks", max_gen_toks, 1)
         self.seed = _at_least("seed", seed, 0)
         self.add_bos_token = add_bos_token
-        self.policy = as_policy(policy)
+        self.policy = as_policy(policy, self.params.config.n_layer)
         self._weights = program_weights(self.params)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._eos_ids = self.params.text.eos_token_ids or (() if eos is None else (eos,))

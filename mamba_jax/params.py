@@ -56,6 +56,7 @@ class Mamba2Layer:
 
 Layer = Mamba1Layer | Mamba2Layer
 FLOAT32_FIELDS = frozenset({"dt_bias", "A_log", "D"})
+MAX_A_LOG = 88.0  # A = -exp(A_log) reads larger ones as this: an infinite A would make NaN of a step of 0
 _SHOWN = 10  # weights that an error lists before it counts the rest
 
 
@@ -191,7 +192,7 @@ def check_params(params: Params) -> None:
     if not isinstance(params, Params):
         raise ValueError(f"params: got a {type(params).__name__}, wanted what mamba_jax.load or init_params gives")
     dtype = getattr(params.embedding, "dtype", None)
-    if dtype is None or dtype.name not in FLOAT_DTYPES:
+    if not isinstance(dtype, np.dtype) or dtype.name not in FLOAT_DTYPES:
         raise ValueError(f"params.embedding: got {describe(params.embedding)}, wanted {' or '.join(FLOAT_DTYPES)}")
     structure, wanted, paths = _wanted(params.config, dtype)
     leaves, found = jax.tree.flatten(dataclasses.replace(params, text=TextInfo()))

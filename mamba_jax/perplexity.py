@@ -86,7 +86,7 @@ def perplexity(
         if stride >= window:  # each token needs one before it in its window
             raise ValueError(f"stride: got {stride}, wanted 1 to {window - 1}, less than the window")
     batch = as_integer("batch", batch, 1)
-    tokens, start, chosen = rows[0], time.perf_counter(), as_policy(policy)
+    tokens, start, chosen = rows[0], time.perf_counter(), as_policy(policy, params.config.n_layer)
     spans = windows(len(tokens), window, stride)
     weights, path = program_weights(params), None
     done: dict[int, dict[str, Any]] = {}

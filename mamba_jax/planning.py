@@ -16,7 +16,7 @@ from mamba_jax.arguments import as_integer
 from mamba_jax.config import MambaConfig
 from mamba_jax.scheduler.calibration import Calibration, Shape, Timing, device_name, find_calibration
 from mamba_jax.scheduler.chunks import ChunkSize, default_chunk_size, fit_chunk_size
-from mamba_jax.scheduler.policies import Decision, LearnedTable, PerLayer, Policy, nearest_candidate
+from mamba_jax.scheduler.policies import Decision, LearnedTable, PerLayer, Policy, check_policy, nearest_candidate
 from mamba_jax.scheduler.policies import policy as parse_policy
 from mamba_jax.scheduler.segments import DEFAULT_COSTS, LONGEST_TEXT, batch_bucket, lengths_used, plan_segments
 from mamba_jax.scheduler.signals import Estimator, Watch
@@ -39,6 +39,9 @@ class Careful:
     """
 
     policy: Policy
+
+    def __post_init__(self) -> None:
+        check_policy("policy", self.policy)
 
     @property
     def name(self) -> str:
@@ -362,15 +365,25 @@ def honour(decisions: Sequence[Decision], chunk_size: ChunkSize) -> tuple[Decisi
     return tuple(dataclasses.replace(decision, honoured=decision.chunk == chunk) for decision, chunk in pairs)
 
 
-def as_policy(policy: Policy | str | None) -> Policy | None:
+def as_policy(policy: Policy | str | None, n_layer: int | None = None) -> Policy | None:
     """The policy that a name stands for; None and "measured" are the static choice by measured tables.
 
     Names are those of `mamba_jax.scheduler.policies.policy`, and "careful:" before one of them.
+
+    Raises:
+        ValueError: if it is no policy and names none, or has chunk sizes for another number of layers than `n_layer`.
+        OSError: if a table's file cannot be read.
     """
-    if policy is None or policy == DEFAULT_POLICY:
-        return None
-    if isinstance(policy, Policy):
-        return policy
-    if not isinstance(policy, str):
-        raise ValueError(f"policy: got {policy!r:.80}, wanted the name of one, or an object that chooses")
-    return parse_policy(policy, {"careful": lambda rest: Careful(parse_policy(rest or "entropy:sampled"))})
+    if isinstance(policy, str):
+        if policy == DEFAULT_POLICY:
+            return None
+        policy = parse_policy(policy, {"careful": lambda rest: Careful(parse_policy(rest or "entropy:sampled"))})
+    elif policy is not None:
+        check_policy("policy", policy)
+    inner: Any = policy
+    while isinstance(within := getattr(inner, "policy", None), Policy):
+        inner = within
+    if isinstance(inner, PerLayer) and n_layer is not None and len(inner.chunks) != n_layer:
+        got = f"{inner.name!r:.80} with {len(inner.chunks)} chunk sizes"
+        raise ValueError(f"policy: got {got}, wanted one for each of {n_layer} layers")
+    return policy

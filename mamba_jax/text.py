@@ -145,14 +145,23 @@ def check_unicode(name: str, text: str) -> None:
         raise ValueError(f"{name}: got {got}, wanted valid Unicode") from error
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
     """Token ids of a text, whole: special tokens are added if, and only if, the tokenizer's own settings add them.
 
+    Args:
+        tokenizer: gives the ids.
+        text: the text.
+        name: of the argument that it came in, for errors.
+
     Raises:
-        ValueError: if the text is no valid Unicode (it holds half of a surrogate pair).
+        ValueError: if the text is no valid Unicode (it holds half of a surrogate pair), or has characters of which the
+            tokenizer makes no token at all.
     """
-    check_unicode("text", text)
-    return list(tokenizer(text, verbose=False)["input_ids"])
+    check_unicode(name, text)
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if text and not ids:
+        raise ValueError(f"{name}: got {text!r:.80}, of which the tokenizer makes no token, wanted at least one")
+    return ids
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -121,7 +121,7 @@ def specs_for(
         raise ValueError("tasks: got none, wanted at least one")
     if not isinstance(policies, Iterable) or isinstance(policies, str):
         raise ValueError(f"policies: got {policies!r:.80}, wanted a list of policies")
-    chosen = [as_policy(policy) for policy in policies]  # once: they may be a generator
+    chosen = [as_policy(policy, model.config.n_layer) for policy in policies]  # once: they may be a generator
     if not chosen:
         raise ValueError("policies: got none, wanted at least one (None: the default)")
     low, high = _range(lengths, max_new_tokens if "generate" in tasks else 0)

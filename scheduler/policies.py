@@ -13,8 +13,8 @@ import abc
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 import numpy as np
 
@@ -24,7 +24,12 @@ from mamba_jax.scheduler.signals import Estimator, Kind
 COARSE_BUCKETS = (32, 64, 128, 256, 512)
 FEATURES = ("length", "layer", "entropy", "variance")
 FULL, SAMPLED, BITS = Estimator(), Estimator("sampled"), Estimator(units="bits")
+LARGEST = 1 << 30  # chunk; none cuts a text any more
+MOST_NESTED = 8  # "guarded:" in a row
+LARGEST_TABLE = 1 << 20  # bytes of a table's file
 LEGACY_H_REF = 8.0  # log2 256: the ceiling in bits, which the paper's earlier revisions divided nats by
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +91,17 @@ class Policy(Protocol):
         Raises:
             ValueError: if something the policy needs is missing or not finite, or length is below 1.
         """
+
+
+def check_policy(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless it is a policy, which can be hashed."""
+    if not isinstance(value, type) and isinstance(value, Policy):
+        try:
+            hash(value)
+            return
+        except TypeError:
+            pass
+    raise ValueError(f"{name}: got {value!r:.80}, wanted a policy that is immutable, or the name of one")
 
 
 # Rules
@@ -159,13 +175,13 @@ def _clipped_powers(c_min: int, c_max: int) -> tuple[int, ...]:
 
 
 def _check_chunks(name: str, chunks: Sequence[int]) -> None:
-    if not chunks or any(isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 for chunk in chunks):
-        raise ValueError(f"{name}: got {chunks}, wanted whole numbers of at least 1")
+    if not chunks or any(type(chunk) is not int or not 1 <= chunk <= LARGEST for chunk in chunks):
+        raise ValueError(f"{name}: got {chunks!r:.80}, wanted whole numbers from 1 to {LARGEST}")
 
 
 def _check_range(c_min: int, c_max: int) -> None:
-    if not 1 <= c_min <= c_max:
-        raise ValueError(f"c_min, c_max: got {c_min}, {c_max}, wanted 1 <= c_min <= c_max")
+    if not 1 <= c_min <= c_max <= LARGEST:
+        raise ValueError(f"c_min, c_max: got {c_min}, {c_max}, wanted 1 <= c_min <= c_max <= {LARGEST}")
 
 
 # Policies
@@ -445,6 +461,7 @@ class Guarded(_Rule):
     min_delta_buckets: int = 2
 
     def __post_init__(self) -> None:
+        check_policy("policy", self.policy)
         _check_chunks("fallback", (self.fallback,))
         if self.min_delta_buckets < 0:
             raise ValueError(f"min_delta_buckets: got {self.min_delta_buckets}, wanted at least 0")
@@ -483,6 +500,7 @@ class Restricted(_Rule):
     chunks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        check_policy("policy", self.policy)
         object.__setattr__(self, "chunks", tuple(sorted(set(self.chunks))))
         _check_chunks("chunks", self.chunks)
 
@@ -525,9 +543,16 @@ class Rule:
 
     def __post_init__(self) -> None:
         _check_chunks("chunk", (self.chunk,))
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise ValueError(f"{name}: got {value!r}, wanted a number")
+        for feature in FEATURES:
+            whole = feature in ("length", "layer")
+            for name in (f"{feature}_min", f"{feature}_max"):
+                value = getattr(self, name)
+                fits = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+                if value is not None and not fits:
+                    raise ValueError(f"{name}: got {value!r:.80}, wanted a {'whole' if whole else 'finite'} number")
+            low, high = self.bounds(feature) or (0, 0)
+            if low > high:
+                raise ValueError(f"{feature}_min, {feature}_max: got {low}, {high}, wanted the smaller first")
 
     def bounds(self, feature: str) -> tuple[float, float] | None:
         """Lowest and highest value of a feature, or None if the rule does not look at it."""
@@ -604,15 +629,62 @@ class LearnedTable(_Rule):
         """The table of `to_json`.
 
         Raises:
-            ValueError: if the text is not JSON, or has keys missing, unknown or of a wrong type.
+            ValueError: if the text is not JSON, or has keys missing, unknown or of a wrong type; it names label and
+                key.
         """
         try:
             table = json.loads(text)
-            rules = tuple(Rule(**rule) for rule in table["rules"])
-            statistic = Estimator(**table["estimator"]) if "estimator" in table else SAMPLED
+            _check_keys("table", table, {"default", "rules"}, {"estimator"})
+            if not isinstance(table["rules"], list):
+                raise ValueError(f"rules: got {table['rules']!r:.80}, wanted a list")
+            rules = tuple(_from_object(f"rules[{i}]", Rule, rule) for i, rule in enumerate(table["rules"]))
+            statistic = _from_object("estimator", Estimator, table["estimator"]) if "estimator" in table else SAMPLED
             return cls(rules, table["default"], statistic, label)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{label}: not a table of rules: {error!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{label}: not a table of rules: {error}") from error
+
+    @classmethod
+    def read(cls, path: str) -> "LearnedTable":
+        """The table of a file, labelled "table:PATH".
+
+        Raises:
+            ValueError: if the file is larger than a MiB or not UTF-8, and as `from_json`.
+            OSError: if it cannot be read.
+        """
+        label = f"table:{path}"
+        if not path:
+            raise ValueError(f"got {label!r}, wanted a file's path after the colon")
+        with as_path("table", path).open("rb") as file:
+            content = file.read(LARGEST_TABLE + 1)
+        if len(content) > LARGEST_TABLE:
+            raise ValueError(f"{label}: not a table of rules: got a file of more than {LARGEST_TABLE} bytes")
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{label}: not a table of rules: {error}") from error
+        return cls.from_json(text, label)
+
+
+def _check_keys(name: str, entry: Any, due: Set[str], others: Set[str]) -> None:
+    """Raise a `ValueError` unless it is an object of JSON with all keys that are due, and at most some of others."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name}: got {entry!r:.80}, wanted an object")
+    if missing := due - entry.keys():
+        raise ValueError(f"{name}: got no {', '.join(sorted(missing))}")
+    if unknown := entry.keys() - due - others:
+        known = ", ".join(sorted(due | others))
+        raise ValueError(f"{name}: got {', '.join(sorted(unknown))!r:.80}, wanted no keys but {known}")
+
+
+def _from_object(name: str, kind: type[T], entry: Any) -> T:
+    """A dataclass from an object of JSON that has its fields."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    due = {field.name for field in fields if field.default is dataclasses.MISSING}
+    _check_keys(name, entry, due, {field.name for field in fields} - due)
+    try:
+        return kind(**entry)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -722,17 +794,21 @@ def policy(spec: str, more: Mapping[str, Maker] | None = None) -> Policy:
         ValueError: for a string that names none, saying what there is.
         OSError: if a table's file cannot be read.
     """
+    if not isinstance(spec, str):
+        raise ValueError(f"policy: got {spec!r:.80}, wanted a string")
+    if spec.startswith("guarded:" * (MOST_NESTED + 1)):
+        raise ValueError(f"policy: got {spec!r:.80}, wanted at most {MOST_NESTED} times 'guarded:'")
     head, _, rest = spec.partition(":")
     makers: dict[str, Maker] = {**_MAKERS, "guarded": lambda inner: _guarded(inner, more), **(more or {})}
     if head in makers:
         try:
             return makers[head](rest)
         except ValueError as error:
-            raise ValueError(f"policy {spec!r}: {error}") from error
+            raise ValueError(f"policy {spec!r:.200}: {error}") from error
     if spec in PRESETS:
         return PRESETS[spec]
     forms = (*(more or {}), *PRESETS, *_FORMS)
-    raise ValueError(f"policy: got {spec!r}, wanted one of {', '.join(forms)}")
+    raise ValueError(f"policy: got {spec!r:.200}, wanted one of {', '.join(forms)}")
 
 
 _FORMS = (
@@ -784,7 +860,7 @@ _MAKERS: Mapping[str, Maker] = {
     "entropy": _entropy,
     "length": _length,
     "layers": lambda rest: PerLayer(tuple(_whole(chunk, "chunks with commas") for chunk in rest.split(","))),
-    "table": lambda path: LearnedTable.from_json(as_path("table", path).read_text(), f"table:{path}"),
+    "table": LearnedTable.read,
 }
 
 
@@ -807,6 +883,6 @@ def _range_suffix(c_min: int, c_max: int) -> str:
 
 
 def _whole(text: str, wanted: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"got {text!r}, wanted {wanted}")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise ValueError(f"got {text!r:.80}, wanted {wanted}")
     return int(text)

@@ -37,10 +37,16 @@ def test_states_are_float32_unless_asked_otherwise():
     assert {x.dtype.name for x in init_cache(config, 1, "float16").conv} == {"float16"}
 
 
-@pytest.mark.parametrize("batch", [0, -1, 1.5, True, "2"])
-def test_a_batch_below_one_is_refused(batch):
+@pytest.mark.parametrize("batch", [0, -1, 1.5, True, "2", 10**12, 10**30])
+def test_a_batch_that_is_no_number_of_rows_is_refused(batch):
     with pytest.raises(ValueError, match=f"batch: got {batch!r}"):
         init_cache(tiny_config("mamba1"), batch, "float32")
+
+
+def test_a_cache_beyond_the_memory_is_an_error_about_the_batch():
+    config = tiny_config("mamba1", d_inner=1 << 20, d_state=1 << 10)
+    with pytest.raises(ValueError, match=r"^batch: got 2147483647, wanted a cache that fits the device's memory"):
+        init_cache(config, 2**31 - 1, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bool", None, "no such"])

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import mamba_jax
-from mamba_jax import MambaConfig, TextInfo, forward, generate, prefill, score, stream
+from mamba_jax import MambaConfig, TextInfo, forward, generate, init_cache, prefill, score, step, stream
 from mamba_jax.programs import BLOCK, TABLE
+from mamba_jax.scheduler.policies import Guarded, PerLayer, Static
 from mamba_jax.scheduler.segments import plan_segments
-from tests.small_tokenizers import byte_fallback, byte_level
+from tests.small_tokenizers import byte_fallback, byte_level, words
 from tests.tiny import KINDS, tiny_params
 
 RNG = np.random.default_rng(1)
@@ -227,6 +228,11 @@ def test_logits_that_are_not_finite_are_an_error(params):
         (None, "wanted a string, token ids"),
         (7, "wanted a string, token ids"),
         (b"abc", "wanted a string, token ids"),
+        (bytearray(b"abc"), r"prompt: got bytearray\(b'abc'\), wanted a string, token ids"),
+        (memoryview(b"abc"), "prompt: got <memory at .*wanted a string, token ids"),
+        ([b"abc"], "prompt: got b'abc', wanted a string, token ids"),
+        ([bytearray(b"abc")], "wanted a string, token ids"),
+        ([memoryview(b"abc")], "wanted a string, token ids"),
         (np.array(3), "wanted a string, token ids"),
         ([True, False], "wanted a string, token ids"),
     ],
@@ -266,7 +272,18 @@ def test_bad_prompts_are_refused(params, prompt, message):
         ({"seed": [True]}, "seed"),
         ({"seed": jax.random.key(0)}, "seed"),
         ({"seed": 2**64}, "seed"),
+        ({"seed": b"\x01"}, r"seed: got b'\\x01'"),
+        ({"stop_token_ids": ""}, "stop_token_ids: got ''"),
+        ({"stop_token_ids": bytearray(b"a")}, "stop_token_ids: got bytearray"),
         ({"tokenizer": 5}, "tokenizer: got 5"),
+        ({"policy": 3}, "policy: got 3, wanted a policy"),
+        ({"policy": []}, r"policy: got \[\], wanted a policy"),
+        ({"policy": b"static:64"}, "policy: got b'static:64', wanted a policy"),
+        ({"policy": Static}, "policy: got <class .*Static'>, wanted a policy"),
+        ({"policy": np.array(["static:64"])}, "policy: got array"),
+        ({"policy": "layers:64,64"}, "policy: got 'layers:64,64' with 2 chunk sizes, wanted one for each of 1 layers"),
+        ({"policy": "careful:layers:64,64,64"}, "policy: got 'layers:64,64,64' with 3 chunk sizes"),
+        ({"policy": Guarded(PerLayer((64, 32)))}, "policy: got 'layers:64,32' with 2 chunk sizes"),
     ],
 )
 def test_bad_options_are_refused(params, options, message):
@@ -289,6 +306,57 @@ def test_numbers_may_come_in_any_type(params):
     for array in (np.array, jnp.array, tuple):
         options = {"seed": array([3]), "stop_token_ids": array([7]), "temperature": np.float32(0.5)}
         assert generate(params, [array([1])], max_new_tokens=4, **options)[0].tokens == want
+
+
+def test_numbers_may_come_in_arrays_of_other_libraries(params):
+    torch = pytest.importorskip("torch")
+    want = generate(params, [1, 2], max_new_tokens=4, temperature=0.5, seed=3, stop_token_ids=[7]).tokens
+    options = {
+        "max_new_tokens": torch.tensor(4),
+        "temperature": torch.tensor(0.5),
+        "seed": torch.tensor([3]),
+        "stop_token_ids": torch.tensor([7]),
+    }
+    for prompt in (torch.tensor([1, 2]), [torch.tensor(1), torch.tensor(2)]):
+        assert generate(params, prompt, **options).tokens == want
+    for prompts in (torch.tensor([[1, 2]]), [torch.tensor([1, 2])]):
+        assert generate(params, prompts, **options)[0].tokens == want
+        assert score(params, prompts)[0].tokens == [1, 2]
+    assert forward(params, torch.tensor([[1, 2]]), lengths=torch.tensor([2]), chunk_size=torch.tensor(2)).shape[1] == 2
+    for bad in (torch.tensor([0.5]), torch.tensor([True]), torch.tensor(1), torch.zeros(2, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"^prompt: got .*wanted a string, token ids"):
+            generate(params, bad)
+        with pytest.raises(ValueError, match=r"^tokens: got .*wanted integers"):
+            forward(params, bad[None])
+    for name in ("max_new_tokens", "seed", "top_k"):
+        with pytest.raises(ValueError, match=f"^{name}: got tensor"):
+            generate(params, [1], **{name: torch.tensor(0.5)})
+    with pytest.raises(ValueError, match=r"^temperature: got tensor"):
+        generate(params, [1], temperature=torch.zeros(1, dtype=torch.bfloat16)[0])
+    torch_weights = dataclasses.replace(params, embedding=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"^params.embedding: got torch.float32\[3\]"):
+        generate(torch_weights, [1])
+    cache = init_cache(params.config, 1, params.dtype)
+    cache = dataclasses.replace(cache, conv=tuple(torch.zeros(x.shape) for x in cache.conv))
+    with pytest.raises(ValueError, match=r"^cache.conv\[0\]: got torch.float32"):
+        step(params, [1], cache)
+
+
+def test_a_text_without_tokens_is_no_empty_prompt(params):
+    """It would be read as the BOS token alone, which is another text."""
+    params = dataclasses.replace(params, text=TextInfo(bos_token_id=3))
+    nothing = {"tokenizer": words()}
+    for call, name in (
+        (generate, "prompt"),
+        (stream, "prompt"),
+        (score, "texts"),
+        (mamba_jax.embed, "texts"),
+        (mamba_jax.perplexity, "text"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: got '  ', of which the tokenizer makes no token"):
+            call(params, "  ", **nothing)
+    empty, bos = (generate(params, prompt, max_new_tokens=2, **nothing) for prompt in ("", [3]))
+    assert empty.tokens == bos.tokens
 
 
 def test_errors_name_the_argument_they_are_about(params):

@@ -108,7 +108,7 @@ def test_policies_and_tasks_have_programs_of_their_own():
         ({"tasks": "score"}, "tasks: got 'score'"),
         ({"tasks": []}, "tasks: got none"),
         ({"policies": ["none"]}, "policy: got 'none'"),
-        ({"policies": [5]}, "policy: got 5"),
+        ({"policies": [5]}, "policy: got 5, wanted a policy"),
         ({"policies": "length"}, "policies: got 'length'"),
         ({"policies": None}, "policies: got None"),
         ({"batch": "8"}, "batch: got '8'"),

@@ -88,7 +88,7 @@ def run(
             "tokenizer: the checkpoint has none beside it: pass the argument tokenizer (command line: --tokenizer PATH)"
         )
     loaded = text_lib.load_tokenizer(source) if isinstance(source, str) else source
-    chosen, folder = as_policy(policy), as_path("out", out)
+    chosen, folder = as_policy(policy, params.config.n_layer), as_path("out", out)
     found = _tasks(as_path("data", data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
     require_rouge()
     config = {

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.arguments import describe
+from mamba_jax.arguments import BYTES, describe
 from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
@@ -421,10 +421,12 @@ def _as_integers(name: str, value: ArrayLike, shape: tuple[int | None, ...]) -> 
     Nothing is narrowed here: JAX would wrap 64 bits around to 32 without a word.
     """
     try:
-        array: Any = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+        array: Any = (
+            value if isinstance(value, jax.core.Tracer) else np.asarray(None if isinstance(value, BYTES) else value)
+        )
     except jax.errors.TracerArrayConversionError:  # a list of traced numbers
         array = jnp.asarray(value)
-    except ValueError:  # rows of unequal lengths
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, arrays that numpy cannot read
         array = np.asarray(None)
     fits = len(array.shape) == len(shape) and all(
         size == wanted or (wanted is None and size > 0) for size, wanted in zip(array.shape, shape, strict=True)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import MambaConfig
 from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
 from mamba_jax.ops.dispatch import Implementation
+from mamba_jax.ops.dt import decay_rates
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import rms_norm
 from mamba_jax.ops.scan import selective_scan, selective_scan_step
@@ -49,7 +50,7 @@ def mamba1_mixer(
         y, ssm_state = selective_scan(
             x,
             dt,
-            -jnp.exp(layer.A_log),
+            decay_rates(layer.A_log),
             B,
             C,
             chunk_size=chunk_size,
@@ -81,7 +82,7 @@ def mamba1_step(
         dt, B, C = _select(layer, config, x)
     with jax.named_scope("scan"):
         y, ssm_state = selective_scan_step(
-            x, dt, -jnp.exp(layer.A_log), B, C, ssm_state, D=layer.D, z=z, dt_bias=layer.dt_bias, dt_softplus=True
+            x, dt, decay_rates(layer.A_log), B, C, ssm_state, D=layer.D, z=z, dt_bias=layer.dt_bias, dt_softplus=True
         )
     return _project(layer, config, y), conv_state, ssm_state
 

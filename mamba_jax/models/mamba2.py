@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import MambaConfig
 from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
 from mamba_jax.ops.dispatch import Implementation
+from mamba_jax.ops.dt import decay_rates
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import gated_rms_norm
 from mamba_jax.ops.ssd import ssd, ssd_step
@@ -48,7 +49,7 @@ def mamba2_mixer(
         y, ssm_state = ssd(
             x,
             dt,
-            -jnp.exp(layer.A_log),
+            decay_rates(layer.A_log),
             B,
             C,
             chunk_size=chunk_size,
@@ -83,7 +84,7 @@ def mamba2_step(
         y, ssm_state = ssd_step(
             x,
             dt,
-            -jnp.exp(layer.A_log),
+            decay_rates(layer.A_log),
             B,
             C,
             ssm_state,

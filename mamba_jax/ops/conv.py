@@ -60,8 +60,9 @@ def causal_conv1d(
         y = jnp.where(position == t, y + edge[:, t : t + 1], y)
     y = _activate(y, bias, activation)
     if lengths is None:
-        new_window = jnp.concatenate([window, x[:, -(w - 1) :].astype(window.dtype)], axis=1)[:, -(w - 1) :]
-        return y.astype(x.dtype), new_window
+        new = min(w - 1, seqlen)
+        recent = x[:, seqlen - new :].astype(window.dtype)
+        return y.astype(x.dtype), jnp.concatenate([window[:, new:], recent], axis=1)
     new_window = _window_at(window, x, lengths)
     valid = jnp.arange(seqlen) < lengths[:, None]
     return jnp.where(valid[..., None], y, 0.0).astype(x.dtype), new_window
@@ -99,7 +100,7 @@ def causal_conv1d_step(
     for k in range(w - 1):
         y = y + window[:, k].astype(jnp.float32) * taps[:, k]
     y = _activate(y, bias, activation)
-    return y.astype(x.dtype), jnp.concatenate([window[:, 1:], x[:, None].astype(window.dtype)], axis=1)
+    return y.astype(x.dtype), jnp.concatenate([window, x[:, None].astype(window.dtype)], axis=1)[:, 1:]
 
 
 def _check_filter(weight: Array, bias: Array | None, d: int, activation: str | None) -> int:

@@ -1,10 +1,14 @@
-"""The step size dt of both scans: dt = clamp(softplus(dt_raw + dt_bias), dt_limit), float32, and 0 at padding."""
+"""What both scans make of dt and A: dt = clamp(softplus(dt_raw + dt_bias), dt_limit), 0 at padding, and a finite A."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from mamba_jax.params import MAX_A_LOG
+
+FASTEST = -(2.0**127)  # finite in float32, also when a kernel divides it by log 2
 
 
 def step_size(
@@ -28,6 +32,8 @@ def step_size(
         dt, float32.
     """
     dt = dt.astype(jnp.float32)
+    if valid is not None:
+        dt = jnp.where(valid[..., None], dt, 0.0)  # else gradients would be NaN where padding is
     if dt_bias is not None:
         dt = dt + dt_bias.astype(jnp.float32)
     if dt_softplus:
@@ -37,3 +43,13 @@ def step_size(
     if valid is not None:
         dt = jnp.where(valid[..., None], dt, 0.0)
     return dt
+
+
+def decay_rates(A_log: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A = -exp(A_log), float32 and finite, and so are its gradients."""
+    return -jnp.exp(jnp.minimum(A_log.astype(jnp.float32), MAX_A_LOG))
+
+
+def finite_rates(A: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A in float32, never -inf: a step of 0 keeps the state, where 0 * inf would make it NaN."""
+    return jnp.maximum(A.astype(jnp.float32), FASTEST)

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from mamba_jax.ops.dt import FASTEST
+
 
 def _f64(a: Any) -> Float64[np.ndarray, "..."]:
     return np.asarray(a).astype(np.float64)
@@ -39,7 +41,7 @@ def ssd_ref(
     initial_state: Any = None,
 ) -> tuple[Float64[np.ndarray, "b l h p"], Float64[np.ndarray, "b h p n"]]:
     """Mamba-2's recurrence, one position after the other; arguments as in `mamba_jax.ops.ssd.ssd`."""
-    x, A, B, C = _f64(x), _f64(A), _f64(B), _f64(C)
+    x, A, B, C = _f64(x), np.maximum(_f64(A), FASTEST), _f64(B), _f64(C)
     b, seqlen, h, p = x.shape
     g, n = B.shape[2:]
     dt = _step_size(dt, dt_bias, dt_softplus, dt_limit)
@@ -72,7 +74,7 @@ def selective_scan_ref(
     initial_state: Any = None,
 ) -> tuple[Float64[np.ndarray, "b l d"], Float64[np.ndarray, "b n d"]]:
     """Mamba-1's recurrence, one position after the other; arguments as in `mamba_jax.ops.scan.selective_scan`."""
-    x, A, B, C = _f64(x), _f64(A), _f64(B), _f64(C)
+    x, A, B, C = _f64(x), np.maximum(_f64(A), FASTEST), _f64(B), _f64(C)
     b, seqlen, d = x.shape
     dt = _step_size(dt, dt_bias, dt_softplus, dt_limit)
     state = np.zeros((b, A.shape[1], d)) if initial_state is None else _f64(initial_state).copy()

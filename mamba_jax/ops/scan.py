@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.ops.axes import pad_axis, scan_like
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
 from mamba_jax.ops.dispatch import Implementation, dispatch
-from mamba_jax.ops.dt import step_size
+from mamba_jax.ops.dt import FASTEST, finite_rates, step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import selective_scan as gpu
 
@@ -63,7 +63,7 @@ def selective_scan(
     Args:
         x: inputs.
         dt: raw step sizes.
-        A: decay rates, negative.
+        A: decay rates, negative; -inf wipes the state at any step above 0, and at a step of 0 keeps it.
         B: input maps.
         C: output maps.
         chunk_size: positions a chunk; changes speed and memory, not results.
@@ -74,7 +74,8 @@ def selective_scan(
         dt_limit: clamp of dt after softplus.
         initial_state: state before the first position; zeros if None. It belongs to the row's first sequence, or with
             num_segments it is (b, num_segments, n, d), one for each sequence.
-        lengths: valid positions of each row, the rest is padding on the right.
+        lengths: valid positions of each row, the rest is padding on the right: x, B and C are to be finite
+            there, as the convolution leaves them, dt may be anything.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
         implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 256
@@ -120,7 +121,7 @@ def selective_scan(
         plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
         inputs = jax.tree.map(lambda a: plan.lay(a).reshape(b, plan.chunks, plan.q, *a.shape[2:]), inputs)
         states = initial_state.reshape(b, s, n, d)
-        y, states = _scan_chunks(states, inputs, plan.segment, A.T.astype(jnp.float32))
+        y, states = _scan_chunks(states, inputs, plan.segment, A.T)
         y = plan.restore(y.reshape(b, -1, d))
         return _skip_and_gate(y, x, D, z), states.reshape(shape)
 
@@ -130,7 +131,7 @@ def selective_scan(
         pallas=partial(gpu.selective_scan, dt_softplus=dt_softplus, dt_limit=dt_limit),
         declined="segment_ids" if segment_ids is not None else gpu.declines(x, A),
     )
-    return scan(x, dt, A, B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
+    return scan(x, dt, finite_rates(A), B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
 
 
 def selective_scan_step(
@@ -166,7 +167,7 @@ def selective_scan_step(
         return a.astype(jnp.float32).reshape(*_rows(b), *a.shape[1:])
 
     inputs = _Inputs(rows(x * dt), rows(dt), rows(B), rows(C), None)
-    new_state, y = _recur(rows(state), inputs, A.T.astype(jnp.float32))
+    new_state, y = _recur(rows(state), inputs, finite_rates(A).T)
     return _skip_and_gate(y.reshape(b, d), x, D, z), new_state.reshape(b, n, d).astype(state.dtype)
 
 
@@ -231,7 +232,7 @@ def _scan_chunks(
         ends, y = _scan_positions(states, inputs, A)
         return y, ends
     ends, y = _scan_positions(jnp.zeros((b, c, n, d), jnp.float32), inputs, A)
-    since_start = jnp.cumsum(inputs.dt, axis=2)
+    since_start = jnp.minimum(jnp.cumsum(inputs.dt, axis=2), -FASTEST)  # finite, for an A of 0
     wiped = None if inputs.wipe is None else jnp.cumsum(inputs.wipe, axis=2)
     decay = _decay(since_start[:, :, -1], A, None if wiped is None else wiped[:, :, -1])
     incoming, states = chain_chunks(states, decay, ends, segment)

@@ -8,7 +8,8 @@ Inside a chunk the recurrence is a masked matrix product: y[i] = sum_{j<=i} (C[i
 s the running sum of dt A. Chunks hand the state on in order. Source: Dao and Gu, "Transformers are SSMs", 2024.
 
 Differences of running sums lose digits: after a step of -100, float32 knows s to 4e-6 only. So s is kept in two parts,
-multiples of 1/64, which add up exactly in any order, and small rests.
+multiples of 1/64, which add up exactly in any order, and small rests. Exactly, that is, up to 2^24 of them: a step
+counts as at most 128, so a chunk has at most 2048 positions.
 """
 
 import math
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dispatch import Implementation, dispatch
-from mamba_jax.ops.dt import step_size
+from mamba_jax.ops.dt import finite_rates, step_size
 from mamba_jax.ops.linear import einsum
 from mamba_jax.ops.segments import WIPE, ChunkPlan, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import ssd as gpu
@@ -32,6 +33,9 @@ from mamba_jax.pallas_kernels.gpu import ssd as gpu
 # GPU or TPU enough of them to fill the machine.
 _CPU_BLOCK = 1
 _BLOCK = 1 << 24
+
+_LONGEST = 2048  # positions of a chunk
+_LARGE = 2.0**60  # step sizes beyond this enter in two factors, since B.C dt may overflow where dt x does not
 
 
 class _Inputs(NamedTuple):
@@ -69,10 +73,10 @@ def ssd(
     Args:
         x: inputs; x, B and C share one dtype.
         dt: raw step sizes.
-        A: decay rates, negative.
+        A: decay rates, negative; -inf wipes the state at any step above 0, and at a step of 0 keeps it.
         B: input maps; head i uses group i // (h // g).
         C: output maps, like B.
-        chunk_size: positions a chunk; changes speed and memory, not results.
+        chunk_size: positions a chunk; changes speed and memory, not results. Above 2048 it is taken as 2048.
         D: skip, per head or per channel.
         z: gate.
         dt_bias: added to dt before softplus.
@@ -80,11 +84,12 @@ def ssd(
         dt_limit: clamp of dt after softplus.
         initial_state: state before the first position; zeros if None. It belongs to the row's first sequence, or with
             num_segments it is (b, num_segments, h, p, n), one for each sequence.
-        lengths: valid positions of each row, the rest is padding on the right.
+        lengths: valid positions of each row, the rest is padding on the right: x, B and C are to be finite
+            there, as the convolution leaves them, dt may be anything.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
-        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes 16-bit x, B and C, headdim 64, d_state
-            64 or 128 and no segment_ids, and whose chunk size is its own; None leaves it to `ops.dispatch`.
+        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes bfloat16 x, B and C, headdim 64,
+            d_state 64 or 128 and no segment_ids, and whose chunk size is its own; None leaves it to `ops.dispatch`.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, h, p, n), or
@@ -106,13 +111,13 @@ def ssd(
     check_shape("initial_state", initial_state, shape, "(b, h, p, n)" if num_segments is None else "(b, s, h, p, n)")
 
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit, valid_positions(lengths, segment_ids, seqlen))
-    dA = jnp.maximum(dt * A.astype(jnp.float32), WIPE)
+    dA = jnp.maximum(dt * finite_rates(A), WIPE)
     if segment_ids is not None and num_segments is None:
         dA = jnp.where(later_starts(segment_ids)[..., None], WIPE, dA)
     if D is not None:
         D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).astype(jnp.float32)
 
-    plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
+    plan = plan_chunks(min(chunk_size, _LONGEST), seqlen, segment_ids, num_segments)
     scan = dispatch(
         implementation,
         xla=partial(_scan_xla, plan),
@@ -205,7 +210,7 @@ def ssd_step(
 
     # The update keeps the state's own shape: then XLA works in place in a decode loop instead of on a copy.
     # The barrier makes a head's two transcendentals one small kernel, and the products with them part of the update.
-    dt, decay = jax.lax.optimization_barrier((dt, jnp.exp(dt * A.astype(jnp.float32))))
+    dt, decay = jax.lax.optimization_barrier((dt, jnp.exp(dt * finite_rates(A))))
     xdt = x.astype(jnp.float32) * dt[..., None]
     new_state = decay[..., None, None] * state.astype(jnp.float32) + xdt[..., None] * _each_head(B, h)
     y = jax.lax.platform_dependent(new_state, C.astype(jnp.float32), cpu=_contract_state, default=_reduce_state)
@@ -332,8 +337,10 @@ def _block(
 
     States stand as (n, r, p) here, so that both products with them leave x and y in the order they have in memory.
     """
-    x, z, B, C, dt, dA = inputs
-    dtype = x.dtype
+    raw_x, z, B, C, dt, dA = inputs
+    dtype = raw_x.dtype
+    x = raw_x * jnp.maximum(dt / _LARGE, 1.0).swapaxes(3, 4)[..., None]
+    dt = jnp.minimum(dt, _LARGE)
 
     coarse, fine = _running_sums(dA)
     decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])
@@ -342,7 +349,7 @@ def _block(
     y = einsum("bcgrij,bcgjrp->bcgrip", scores, x, dtype).swapaxes(3, 4)
 
     to_end = _decay(coarse[..., -1:] - coarse, fine[..., -1:] - fine) * dt
-    weighted = x.astype(jnp.float32) * to_end.swapaxes(3, 4)[..., None]
+    weighted = x * to_end.swapaxes(3, 4)[..., None]
     update = einsum("bcgjn,bcgjrp->bcgnrp", B, weighted, dtype)
     from_start = jnp.exp(coarse + fine)
     incoming, states = chain_chunks(states, from_start[..., None, :, -1:], update, segment)
@@ -350,7 +357,7 @@ def _block(
     y = y + carried * from_start.swapaxes(3, 4)[..., None]
 
     if D is not None:
-        y = y + D[:, None] * x.astype(jnp.float32)
+        y = y + D[:, None] * raw_x.astype(jnp.float32)
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
     return states, y.astype(dtype)

@@ -21,7 +21,7 @@ from mamba_jax.config import MambaConfig
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
 from mamba_jax.pallas_kernels.gpu.common import LANES, THREADS, Registers, call, silu, softplus, unrounded
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
-from mamba_jax.params import Mamba1Layer
+from mamba_jax.params import MAX_A_LOG, Mamba1Layer
 
 _VECTOR = 8  # columns of dt_proj that a thread reads at once
 
@@ -128,7 +128,7 @@ def state_update(
         row, part = ids
         mine = pl.ds(part * THREADS, THREADS)
         states = [load(state_ref, (row, j, mine), at_channels) for j in range(n)]
-        A_logs = [load(A_log, (mine, j), at_channels) for j in range(n)]
+        A_logs = [jnp.minimum(load(A_log, (mine, j), at_channels), MAX_A_LOG) for j in range(n)]
         weight = load(dt_proj, (mine, slice(None)), layout).astype(jnp.float32)
         bias, skip = load(dt_bias, (mine,), at_channels), load(D, (mine,), at_channels)
         x = load(xz_ref, (row, mine), at_channels)

@@ -29,7 +29,7 @@ from mamba_jax.pallas_kernels.gpu.common import (
     unrounded,
 )
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
-from mamba_jax.params import Mamba2Layer
+from mamba_jax.params import MAX_A_LOG, Mamba2Layer
 
 _STATE_ROWS = 16  # of a head's state that one block updates
 
@@ -154,7 +154,7 @@ def state_update(
         dt = softplus(values[row, 2 * d + 2 * g * n + head] + dt_bias[head])
         if c.dt_limit != (0.0, math.inf):
             dt = jnp.clip(dt, *c.dt_limit)
-        decay = jnp.exp(-dt * jnp.exp(A_log[head]))
+        decay = jnp.exp(-dt * jnp.exp(jnp.minimum(A_log[head], MAX_A_LOG)))
 
         raw = raw.astype(window.dtype)
         x = convolve(filters, bias, past, raw)

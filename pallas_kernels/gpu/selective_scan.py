@@ -163,7 +163,7 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):
             dt = _softplus(dt)
         if dt_limit != (0.0, math.inf):
             dt = jnp.minimum(jnp.maximum(dt, dt_limit[0]), dt_limit[1])
-        return dt * jnp.where(position < length, 1.0, 0.0)
+        return jnp.where(position < length, dt, 0.0)  # whatever dt is there, NaN too
 
     def advance(state, dt, xdt, B, t):
         decays = [jnp.exp2(dt * rate) for rate in rates]
@@ -173,7 +173,8 @@ def _kernel(count, outputs, dt_softplus, dt_limit, *refs):
         def position(t, carry):
             *state, total = carry
             step = step_size(dt[t], (split * steps + index[0]) * _STEP + t)
-            return (*advance(state, step, x[t].astype(jnp.float32) * step, B, t), total + step)
+            total = jnp.minimum(total + step, 2.0**127)  # finite, for an A of 0
+            return (*advance(state, step, x[t].astype(jnp.float32) * step, B, t), total)
 
         carry = lax.fori_loop(0, _STEP, position, carry)
         plgpu.commit_smem()  # all threads have read: the next copy may begin

@@ -6,8 +6,8 @@ One block scans one head of one row from its first position to its last, in chun
 - a state warpgroup holds the state (p, n) in registers, hands a rounded copy of it to the next, and updates it;
 - two output warpgroups take turns at the chunks: y = exp(s) (C state^T) + (C B^T * decays) x.
 
-Differences of running sums are taken in float32 within one chunk, which is exact to well below a rounding of bfloat16
-or float16, the dtypes the tensor cores read.
+Differences of running sums are taken in float32 within one chunk, which is exact to well below a rounding of bfloat16,
+in which the tensor cores read x, B, C and the rounded states. Float16 would do but for its range, which states leave.
 """
 
 import math
@@ -33,8 +33,8 @@ _ROWS = 4
 def declines(x: Array, B: Array) -> str | None:
     """Why the kernel does not take these arguments of `ops.ssd.ssd`; None if it does."""
     p, n = x.shape[-1], B.shape[-1]
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x of dtype {x.dtype} (wanted: bfloat16 or float16)"
+    if x.dtype != jnp.bfloat16:
+        return f"x of dtype {x.dtype} (wanted: bfloat16)"
     if p != 64 or n not in (64, 128):
         return f"headdim {p} and d_state {n} (wanted: 64, and 64 or 128)"
     return None
@@ -54,7 +54,7 @@ def ssd(
     """Scan whole rows.
 
     Args:
-        x: inputs, bfloat16 or float16 like B and C.
+        x: inputs, bfloat16 like B and C.
         dt: step sizes after softplus and clamp, float32; 0 at padding.
         dA: dt A, float32, not below -128.
         B: input maps; head i uses group i // (h // g).

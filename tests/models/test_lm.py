@@ -188,6 +188,23 @@ def test_norm_before_gate_changes_the_result():
     assert np.abs(forward(params, IDS) - forward(other, IDS)).max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_rates_beyond_float32_make_no_nan(kind):
+    """exp(100) is infinite in float32, and 0 times it, at padding or where a step vanishes, is no number."""
+    params = tiny_params(kind)
+    layers = [
+        dataclasses.replace(x, A_log=x.A_log.at[:2].set(100.0), dt_bias=x.dt_bias.at[0].set(-200.0))
+        for x in params.layers
+    ]
+    params = dataclasses.replace(params, layers=tuple(layers))
+    want = forward(params, IDS[:, :12], chunk_size=4)
+    logits, cache = prefill(params, IDS[:, :16], lengths=[11, 11], chunk_size=4)
+    assert_close(logits, want[:, 10])
+    assert_close(step(params, IDS[:, 11], cache)[0], want[:, 11])
+    grads = jax.grad(lambda p: forward(p, IDS[:, :12], lengths=[12, 7], chunk_size=4).sum())(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_is_differentiable(kind):
     params = tiny_params(kind)
@@ -290,6 +307,10 @@ def test_segment_ids_of_64_bits_stay_apart(ids):
         ({"tokens": [[1, 2], [3]]}, r"tokens: got \[\[1, 2\], \[3\]\], wanted integers"),
         ({"tokens": [["a"]]}, "tokens: got"),
         ({"tokens": None}, "tokens: got None"),
+        ({"tokens": [b"ab"]}, "tokens: got"),
+        ({"tokens": np.zeros((2, 2), object)}, "tokens: got"),
+        ({"tokens": memoryview(np.zeros((2, 2), np.uint8))}, "tokens: got <memory"),
+        ({"tokens": [[1, 2]], "lengths": bytearray(b"\x01")}, "lengths: got bytearray"),
         ({"tokens": [[1, 2, 3, 4]], "lengths": np.array([2**32 + 3])}, "lengths: got .4294967299., wanted each from 1"),
         ({"tokens": [[1, 2, 3, 4]], "lengths": [2**70]}, "lengths: got"),
         ({"tokens": [[1, 2]], "segment_ids": [[2**70, 1]]}, "segment_ids: got"),

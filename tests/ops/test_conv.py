@@ -22,7 +22,7 @@ def inputs(length, b=2, w=W, seed=0):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 20])
-@pytest.mark.parametrize("w", [2, 4])
+@pytest.mark.parametrize("w", [1, 2, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_u14_any_length_with_and_without_window(length, w, activation):
     """The new window is the last w-1 of (old window ++ inputs), also for fewer inputs than that."""
@@ -67,6 +67,20 @@ def test_dtypes(dtype):
     step, new = causal_conv1d_step(x[:, 0], weight, bias, window.astype(jnp.float32))
     assert (step.dtype, new.dtype) == (dtype, jnp.float32)
     assert error(step, want[:, 0]) < OP_ATOL[dtype]
+
+
+def test_a_single_tap_has_an_empty_window():
+    x, weight, bias, _ = inputs(5, w=1)
+    want, _ = causal_conv1d_ref(x, weight, bias)
+    ids = np.repeat([[-1, 0, 1, -1]], [1, 2, 1, 1], axis=1).repeat(2, 0)
+    for more, valid in (({}, [0, 5]), ({"lengths": np.array([3, 3])}, [0, 3]), ({"segment_ids": ids}, [1, 4])):
+        y, window = causal_conv1d(x, weight, bias, **more)
+        assert window.shape == (2, 0, D)
+        assert error(y[:, slice(*valid)], want[:, slice(*valid)]) < 1e-5
+    for t in range(5):
+        y, window = causal_conv1d_step(x[:, t], weight, bias, window)
+        assert window.shape == (2, 0, D)
+        assert error(y, want[:, t]) < 1e-5
 
 
 def test_u04_window_of_unequal_rows_ends_at_their_last_position():

@@ -296,6 +296,61 @@ def test_u16_huge_steps_among_tiny_ones(op, scale):
 
 
 @both
+def test_huge_steps_in_a_chunk_of_any_size(op):
+    """Running sums are exact up to 2048 such steps; a larger chunk is cut."""
+    steps = np.where(np.arange(8192) < 8000, 300.0, 0.01)
+    inputs = _single(op, np.exp(-steps), np.where(steps > 1.0, 0.0, 1.0))
+    y, state = op.run(inputs, chunk_size=8192)
+    want, want_state = op.reference(**inputs)
+    assert error(y, want) < OP_ATOL["float32"]
+    assert error(state, want_state) < OP_ATOL["float32"]
+
+
+@both
+@pytest.mark.parametrize("chunk", [8, 40])
+def test_steps_at_the_end_of_float32(op, chunk):
+    """Also with inputs that bring dt x back to common numbers, or to none, while B.C dt would overflow."""
+    inputs = op.inputs(op.small) | {"dt_softplus": False, "dt_bias": None}
+    inputs["dt"] = np.random.default_rng(6).uniform(0.01, 1.0, inputs["dt"].shape).astype(np.float32)
+    x, A = inputs["x"].copy(), inputs["A"].copy()
+    x[:, [3, 17]] *= 1e-35
+    x[:, [18, 39]] = 0.0
+    A[-1] = 0.0
+    inputs["dt"][:, [3, 17, 18, 39]] = 3e38
+    inputs |= {"x": x, "A": A, "B": 3 * inputs["B"], "D": inputs["D"] / 3}
+    want, want_state = op.reference(**inputs)
+    y, state = op.run(inputs, chunk_size=chunk)
+    assert error(y, want) < OP_ATOL["float32"] * np.abs(want).max()
+    assert error(state, want_state) < OP_ATOL["float32"] * np.abs(want_state).max()
+
+
+@both
+def test_infinite_rates_wipe_at_a_step_and_hold_at_none(op):
+    """exp(A_log) of 100 is infinite in float32; 0 times it is no number."""
+    inputs = op.inputs(op.small) | {"dt_softplus": False, "dt_bias": None}
+    rng = np.random.default_rng(7)
+    inputs["dt"] = np.where(rng.random(inputs["dt"].shape) < 0.6, 0.0, 0.3).astype(np.float32)
+    inputs["dt"][:, :2] = 0.0
+    inputs["A"] = np.where(rng.random(inputs["A"].shape) < 0.6, -np.inf, inputs["A"])
+    inputs["A"].flat[0] = -np.inf
+    y, state = op.run(padded(inputs, 0, 3), chunk_size=8, lengths=jnp.array([40, 30]))
+    for row, length in enumerate((40, 30)):
+        want, want_state = op.reference(**piece(inputs, 0, length, slice(row, row + 1)))
+        assert error(y[row, :length], want[0]) < OP_ATOL["float32"]
+        assert error(state[row], want_state[0]) < OP_ATOL["float32"]
+
+    held, step = jnp.asarray(inputs["initial_state"]), jax.jit(op.step, static_argnames=("dt_softplus", "dt_limit"))
+    assert error(step(**at(inputs, 0), state=held)[1], held) == 0.0
+    moved = at(inputs, 0) | {"dt": np.full_like(at(inputs, 0)["dt"], 0.3), "x": 0 * at(inputs, 0)["x"]}
+    last = step(**moved, state=held)[1]
+    wiped = np.isinf(inputs["A"].T) if op.name == "scan" else np.isinf(inputs["A"])[:, None, None]
+    assert error(np.where(wiped, last, 0.0), np.zeros_like(last)) == 0.0
+
+    loss = jax.jit(jax.grad(lambda A, dt: op.scan(**inputs | {"A": A, "dt": dt}, chunk_size=8)[0].sum(), (0, 1)))
+    assert all(np.isfinite(g).all() for g in loss(inputs["A"], np.maximum(inputs["dt"], 0.01)))
+
+
+@both
 def test_u17_exponents_of_differences(op):
     """Sums of -100.0 and -100.1 differ by a decay of exp(-0.1); a first step below -87.4 makes nothing infinite."""
     inputs = _single(op, np.exp([-100.0, -0.1, -0.1]), (1.0, 1.0, 0.0))
@@ -352,17 +407,24 @@ def test_gradient_in_low_precision_is_finite(op, dtype):
 
 
 @both
-def test_gradient_of_padding_is_zero(op):
+@pytest.mark.parametrize("rubbish", [1.0, np.nan])
+def test_gradient_of_padding_is_zero(op, rubbish):
+    """Also where its steps are no numbers, which shows nowhere else either."""
     inputs = op.inputs(op.small)
+    padding = np.arange(40) >= np.array([[7], [23]])
 
-    def loss(x):
-        y, state = op.scan(**inputs | {"x": x}, chunk_size=16, lengths=jnp.array([7, 23]))
+    def loss(x, dt, dt_bias):
+        changed = {"x": x, "dt": dt, "dt_bias": dt_bias}
+        y, state = op.scan(**inputs | changed, chunk_size=16, lengths=jnp.array([7, 23]))
         return y[0, :7].sum() + y[1, :23].sum() + state.sum()
 
-    grad = np.asarray(jax.jit(jax.grad(loss))(inputs["x"]))
-    assert np.abs(grad[0, 7:]).max() == 0.0
-    assert np.abs(grad[1, 23:]).max() == 0.0
-    assert np.abs(grad[:, :7]).min() > 0.0
+    dt = inputs["dt"].copy()
+    dt[padding] = rubbish
+    x, dt, dt_bias = map(np.asarray, jax.jit(jax.grad(loss, (0, 1, 2)))(inputs["x"], dt, inputs["dt_bias"]))
+    for grad in (x, dt):
+        assert np.abs(grad[padding]).max() == 0.0
+        assert np.abs(grad[:, :7]).min() > 0.0
+    assert np.isfinite(dt_bias).all()
 
 
 @both

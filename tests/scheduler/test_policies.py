@@ -325,7 +325,11 @@ def test_shorthands():
         ("fastest", "wanted one of corey-default.*static:CHUNK.*table:PATH"),
         ("static", "wanted a chunk"),
         ("static:-3", "got '-3'"),
-        ("static:0", "at least 1"),
+        ("static:0", r"chunk: got \(0,\), wanted whole numbers from 1"),
+        ("static:" + "9" * 18, "wanted whole numbers from 1 to 1073741824"),
+        ("static:" + "9" * 50, "wanted a chunk"),
+        ("midpoint:1.." + "9" * 20, "c_max <= 1073741824"),
+        ("table:", "wanted a file's path"),
         ("midpoint:7", "wanted a range"),
         ("midpoint:512..32", "c_min <= c_max"),
         ("random:x", "wanted a seed"),
@@ -340,6 +344,20 @@ def test_strings_that_name_no_policy_say_what_there_is(spec, message):
     with pytest.raises(ValueError, match=message) as error:
         policy(spec)
     assert repr(spec) in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [3, b"static:64", ["static:64"], None])
+def test_what_is_no_string_names_no_policy(spec):
+    with pytest.raises(ValueError, match=r"^policy: got .*, wanted a string"):
+        policy(spec)
+
+
+def test_guards_nest_only_so_deep():
+    assert policy("guarded:" * 8 + "static:64").candidates == (64, 512)
+    for count in (9, 2000, 100_000):
+        with pytest.raises(ValueError, match=r"^policy: got 'guarded:.*wanted at most 8 times 'guarded:'") as error:
+            policy("guarded:" * count + "static:64")
+        assert len(str(error.value)) < 300
 
 
 def test_more_names_come_first():
@@ -474,24 +492,55 @@ def test_tables_round_trip(tmp_path):
     assert policy(f"table:{path}").choose(7).chunk == 64
 
 
+def rule(text):
+    return f'{{"default": 64, "rules": [{{"chunk": 9}}, {{"chunk": 32, {text}}}]}}'
+
+
+def estimator(text):
+    return f'{{"default": 64, "rules": [], "estimator": {text}}}'
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "",
-        "[]",
-        "{}",
-        '{"rules": []}',
-        '{"default": 64, "rules": [{"chunk": 32, "colour": 1}]}',
-        '{"default": 64, "rules": [{"length_max": 1}]}',
-        '{"default": 64, "rules": [{"chunk": 32, "length_max": "long"}]}',
-        '{"default": 64.5, "rules": []}',
-        '{"default": 64, "rules": [], "estimator": {"kind": "median"}}',
+        ("", "Expecting value"),
+        ("[]", r"table: got \[\], wanted an object"),
+        ("{}", "table: got no default, rules"),
+        ('{"rules": []}', "table: got no default"),
+        (
+            '{"default": 64, "rules": [], "colour": 1}',
+            "table: got 'colour', wanted no keys but default, estimator, rules",
+        ),
+        ('{"default": 64, "rules": {}}', r"rules: got \{\}, wanted a list"),
+        ('{"default": 64, "rules": [5]}', r"rules\[0\]: got 5, wanted an object"),
+        ('{"default": 64, "rules": [{"length_max": 1}]}', r"rules\[0\]: got no chunk"),
+        ('{"default": 64.5, "rules": []}', "default: got"),
+        ('{"default": 10000000000, "rules": []}', "default: got"),
+        (rule('"colour": 1'), r"rules\[1\]: got 'colour', wanted no keys but chunk, entropy_max"),
+        (rule('"length_max": "long"'), r"rules\[1\]: length_max: got 'long', wanted a whole number"),
+        (rule('"length_max": 5.5'), r"rules\[1\]: length_max: got 5.5, wanted a whole number"),
+        (rule('"layer_min": NaN'), r"rules\[1\]: layer_min: got nan, wanted a whole number"),
+        (rule('"entropy_min": NaN'), r"rules\[1\]: entropy_min: got nan, wanted a finite number"),
+        (rule('"variance_max": Infinity'), r"rules\[1\]: variance_max: got inf, wanted a finite number"),
+        (rule('"entropy_min": 2, "entropy_max": 1.5'), r"rules\[1\]: entropy_min, entropy_max: got 2, 1.5, wanted"),
+        (estimator('{"kind": "median"}'), "estimator: kind: got 'median'"),
+        (estimator('{"kind": ["token"]}'), "estimator: kind: got"),
+        (estimator('{"colour": 1}'), "estimator: got 'colour', wanted no keys but bins"),
+        (estimator("null"), "estimator: got None, wanted an object"),
+        (estimator('{"bins": 2.5}'), "estimator: bins: got 2.5, wanted an integer from 2 to 65536"),
+        (estimator('{"bins": 1000000000000}'), "estimator: bins: got 1000000000000, wanted an integer from 2 to 65536"),
+        (estimator('{"stride": 1.5}'), "estimator: stride: got 1.5, wanted an integer from 1"),
+        (estimator('{"stride": true}'), "estimator: stride: got True"),
+        (estimator('{"eps": "1"}'), "estimator: eps: got '1'"),
+        ("[" * 100_000, "recursion"),
+        ("\udcff", "utf-8"),
+        ('{"default": 64, "rules": []}' + " " * (1 << 20), "more than 1048576 bytes"),
     ],
 )
-def test_files_that_are_no_tables_are_refused(text, tmp_path):
+def test_files_that_are_no_tables_are_refused(text, message, tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"table\.json.*not a table of rules"):
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=rf"table\.json: not a table of rules: .*{message}"):
         policy(f"table:{path}")
     with pytest.raises(FileNotFoundError):
         policy(f"table:{tmp_path}/missing.json")
@@ -516,6 +565,10 @@ def test_files_that_are_no_tables_are_refused(text, tmp_path):
         (lambda: Restricted(Static(4), ()), "chunks"),
         (lambda: LearnedTable((), 0), "default"),
         (lambda: Rule(64, length_max=True), "length_max"),
+        (lambda: Rule(64, layer_min=2, layer_max=1), "layer_min, layer_max"),
+        (lambda: Guarded(3), "policy"),
+        (lambda: Guarded(Static), "policy"),
+        (lambda: Restricted("static:64", (64,)), "policy"),
     ],
 )
 def test_policies_that_cannot_be_are_named(make, name):
