@@ -24,7 +24,7 @@ from mamba_jax.ops import dispatch
 from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
-from mamba_jax.sampling import Sampler, most_likely, row_keys, sample
+from mamba_jax.sampling import Sampler, choose_greedily, row_keys, sample
 from mamba_jax.scheduler.chunks import ChunkSize
 from mamba_jax.scheduler.policies import Decision, Policy
 from mamba_jax.scheduler.programs import ProgramKey, ProgramTable
@@ -34,8 +34,14 @@ from mamba_jax.tracing import default_rules
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
 TABLE = ProgramTable()  # the process's programs
-# For XLA, by platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth slower in decoding.
-COMPILER_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
+# For XLA, by platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth slower in decoding. A GPU
+# runs the whole decode loop as one graph, so that no token waits for the host to ask whether there is another.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_cpu_prefer_vector_width": 512},
+    "gpu": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    },
+}
 
 
 @struct.dataclass
@@ -170,13 +176,13 @@ def decode_block(
     def body(carry: tuple[Array, DecodeState, Array, Array]) -> tuple[Array, DecodeState, Array, Array]:
         i, state, tokens, logprobs = carry
         with jax.named_scope("choose"):
-            logits = jnp.where(ids < options.valid_vocab, state.logits, -jnp.inf)
             if options.sampler is None or options.keys is None or state.seen is None:
-                token = most_likely(logits)
+                token, total = choose_greedily(state.logits, options.valid_vocab)
             else:
+                logits = jnp.where(ids < options.valid_vocab, state.logits, -jnp.inf)
                 token = sample(logits, options.keys, state.position, options.sampler, state.seen)
-            chosen = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0]
-            logprob = chosen - jax.nn.logsumexp(state.logits, axis=-1)
+                total = jax.nn.logsumexp(state.logits, axis=-1)
+            logprob = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0] - total
             emitted = jnp.where(state.finished, -1, token)
         new_logits, cache = decode_step(params, token, state.cache)
         if batch > 1:  # a finished row stays where it is; alone it ends the loop

@@ -157,6 +157,36 @@ def most_likely(logits: Float[Array, "b v"]) -> Int32[Array, "b"]:
     return lax.platform_dependent(logits, cpu=_argmax_of_parts, default=_argmax)
 
 
+def choose_greedily(
+    logits: Float[Array, "b v"], valid_vocab: Int32[Array, ""]
+) -> tuple[Int32[Array, "b"], Float32[Array, "b"]]:
+    """The most likely id below `valid_vocab`, and the log-sum-exp over all ids, of each row."""
+    return lax.platform_dependent(logits, valid_vocab, cuda=_choose_in_one_pass, default=_choose_in_passes)
+
+
+def _choose_in_passes(logits: Array, valid_vocab: Array) -> tuple[Array, Array]:
+    valid = jnp.arange(logits.shape[1]) < valid_vocab
+    return most_likely(jnp.where(valid, logits, -jnp.inf)), jax.nn.logsumexp(logits, axis=-1)
+
+
+def _choose_in_one_pass(logits: Array, valid_vocab: Array) -> tuple[Array, Array]:
+    """One reduction instead of three, each of which would cost a GPU two kernels as short as their launch."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    largest = jnp.where(ids < valid_vocab, logits, -jnp.inf)
+
+    def merge(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        (x, i, m, total), (other_x, other_i, other_m, other_total) = a, b
+        first = (x > other_x) | ((x == other_x) & (i < other_i)) | jnp.isnan(x)
+        top = jnp.maximum(m, other_m)
+        parts = [jnp.where(mine == top, t, t * jnp.exp(mine - top)) for mine, t in ((m, total), (other_m, other_total))]
+        return jnp.where(first, x, other_x), jnp.where(first, i, other_i), top, parts[0] + parts[1]
+
+    operands = (largest, ids, logits, jnp.ones_like(logits))
+    nothing = (jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(-jnp.inf), jnp.float32(0.0))
+    _, chosen, top, total = lax.reduce(operands, nothing, merge, (1,))
+    return chosen, top + jnp.log(total)
+
+
 def _argmax(x: Float[Array, "b v"]) -> Int32[Array, "b"]:
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 

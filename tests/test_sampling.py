@@ -332,3 +332,24 @@ def test_most_likely_is_argmax(vocab):
     logits[4, -1] = np.finfo(np.float32).min
     logits[5, vocab // 2 :] = 8.0
     np.testing.assert_array_equal(jax.jit(sampling.most_likely)(logits), jnp.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("choose", [sampling._choose_in_passes, sampling._choose_in_one_pass])
+@pytest.mark.parametrize(("vocab", "valid"), [(1, 1), (5, 3), (257, 256), (4096, 4001)])
+def test_greedy_choice_and_log_sum_exp(choose, vocab, valid):
+    """The choice is among valid ids, the sum over all; ties go to the first; -inf is no NaN."""
+    logits = np.random.default_rng(0).integers(-3, 3, (5, vocab)).astype(np.float32)
+    logits[1] = 80.0
+    logits[2] = np.random.default_rng(1).normal(0, 40, vocab)
+    logits[3, : vocab // 2] = -np.inf
+    logits[4] = -np.inf
+    token, total = jax.jit(choose)(logits, valid)
+    np.testing.assert_array_equal(token, logits[:, :valid].argmax(axis=-1))
+    np.testing.assert_allclose(total, np.logaddexp.reduce(logits.astype(np.float64), axis=-1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("choose", [sampling._choose_in_passes, sampling._choose_in_one_pass])
+def test_a_nan_among_logits_shows_in_the_log_sum_exp(choose):
+    logits = np.zeros((1, 300), np.float32)
+    logits[0, 200] = np.nan
+    assert np.isnan(jax.jit(choose)(logits, 300)[1]).all()

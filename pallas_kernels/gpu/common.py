@@ -28,18 +28,31 @@ class Registers:
     def __init__(self, interpret: Any) -> None:
         self._plain = bool(interpret)
 
-    def load(self, ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
-        """ref[index], spread over the threads as the layout says."""
+    def load(self, ref: Any, index: tuple[Any, ...], layout: Any, *, turned: bool = False) -> Any:
+        """ref[index], with its two axes exchanged if turned, spread over the threads as the layout says."""
         if self._plain:
-            return ref[index]
+            return ref[index].T if turned else ref[index]
         load: Any = plgpu.load
+        if turned:
+            ref, index = ref.at[index].transpose((1, 0)), (slice(None), slice(None))
         if _LOADS_A_VIEW:
             return load(ref.at[index], layout=layout, optimized=False)
         return load(ref, index, layout=layout, optimized=False)
 
-    def spread(self, x: Any, shape: tuple[int, int], axis: int, layout: Any) -> Any:
-        """A vector along one axis of a matrix, the same at every place of the other axis."""
-        x = lax.broadcast_in_dim(x, shape, (axis,))
+    def store(self, ref: Any, index: tuple[Any, ...], value: Any, *, turned: bool = False) -> None:
+        """ref[index] = value; with the two axes of ref[index] exchanged if turned."""
+        if self._plain:
+            ref[index] = value.T if turned else value
+            return
+        view = ref.at[index].transpose((1, 0)) if turned else ref.at[index]
+        if hasattr(plgpu, "store"):  # since jax 0.11
+            plgpu.store(view, value, optimized=False)
+        else:
+            view[...] = value
+
+    def spread(self, x: Any, shape: tuple[int, ...], axes: int | tuple[int, ...], layout: Any) -> Any:
+        """An array along some axes of a larger one, the same at every place of the others."""
+        x = lax.broadcast_in_dim(x, shape, (axes,) if isinstance(axes, int) else axes)
         return x if self._plain else plgpu.layout_cast(x, layout)
 
 

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
-from mamba_jax.pallas_kernels.gpu.common import LANES, THREADS, Registers, call, silu, softplus, unrounded
+from mamba_jax.pallas_kernels.gpu.common import LANES, WARPS, Registers, call, silu, softplus, unrounded
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
 from mamba_jax.params import MAX_A_LOG, Mamba1Layer
 
-_VECTOR = 8  # columns of dt_proj that a thread reads at once
+_CHANNELS = LANES  # that a block updates: one a lane; its warps share the numbers of a channel's state
 
 
 def declines(layer: Mamba1Layer, config: MambaConfig, batch: int) -> str | None:
@@ -33,8 +33,8 @@ def declines(layer: Mamba1Layer, config: MambaConfig, batch: int) -> str | None:
         return "a LayerNorm before the mixer, or projections with biases"
     if c.bcdt_norm_eps is not None:
         return "norms of B, C and dt"
-    if c.dt_rank % _VECTOR or c.d_state > 64:
-        return f"dt_rank {c.dt_rank} and d_state {c.d_state} (wanted: a multiple of {_VECTOR}, and at most 64)"
+    if c.dt_rank % 16 or c.d_state % 8 or c.d_state > 64:
+        return f"dt_rank {c.dt_rank} and d_state {c.d_state} (wanted: multiples of 16 and of 8, and at most 64)"
     weights = layer.in_proj, layer.x_proj, layer.out_proj
     return next(filter(None, (matvec_kernel.declines(weight, batch) for weight in weights)), None)
 
@@ -100,7 +100,7 @@ def state_update(
     out_dtype: Any,
     interpret: Any = None,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b n d"]]:
-    """Make dt, update the state, and gate the output; a thread has a channel.
+    """Make dt, update the state, and gate the output; a lane has a channel, a warp a part of its state and of dt_proj.
 
     Args:
         xz: x after its convolution, and the gate.
@@ -116,36 +116,42 @@ def state_update(
     """
     d, n, r = config.d_inner, config.d_state, config.dt_rank
     b = xz.shape[0]
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((THREADS, _VECTOR), (LANES, _VECTOR))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
+    of_state = plgpu.Layout.TILED(
+        plgpu.Tiling(((_CHANNELS, n), (n // WARPS,), (1,))), warp_dims=(-3,), lane_dims=(-4,), vector_dim=-1
     )
-    at_channels, at_rank = layout.reduce(1), layout.reduce(0)
+    vector = 8 if r % (8 * WARPS) == 0 else 4  # columns of dt_proj that a thread reads at once
+    of_weight = plgpu.Layout.TILED(
+        plgpu.Tiling(((_CHANNELS, WARPS * vector), (vector,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1
+    )
+    at_channels, at_state, at_rank = of_state.reduce(1), of_state.reduce(0), of_weight.reduce(0)
     registers = Registers(interpret)
-    load = registers.load
+    load, spread = registers.load, registers.spread
 
     def body(ids: tuple[Any, Any], xz_ref: Any, selected_ref: Any, *refs: Any) -> None:
         dt_proj, dt_bias, A_log, D, state_ref, y_ref = refs
         row, part = ids
-        mine = pl.ds(part * THREADS, THREADS)
-        states = [load(state_ref, (row, j, mine), at_channels) for j in range(n)]
-        A_logs = [jnp.minimum(load(A_log, (mine, j), at_channels), MAX_A_LOG) for j in range(n)]
-        weight = load(dt_proj, (mine, slice(None)), layout).astype(jnp.float32)
+        mine = pl.ds(part * _CHANNELS, _CHANNELS)
+        state = load(state_ref, (row, slice(None), mine), of_state, turned=True)
+        A = -jnp.exp(jnp.minimum(load(A_log, (mine, slice(None)), of_state), MAX_A_LOG))
+        weight = load(dt_proj, (mine, slice(None)), of_weight)
         bias, skip = load(dt_bias, (mine,), at_channels), load(D, (mine,), at_channels)
         x = load(xz_ref, (row, mine), at_channels)
-        z = load(xz_ref, (row, pl.ds(d + part * THREADS, THREADS)), at_channels)
+        z = load(xz_ref, (row, pl.ds(d + part * _CHANNELS, _CHANNELS)), at_channels)
         low = load(selected_ref, (row, pl.ds(0, r)), at_rank)
-        B = [selected_ref[row, r + j] for j in range(n)]
-        C = [selected_ref[row, r + n + j] for j in range(n)]
-        dt = softplus(jnp.sum(weight * registers.spread(low, (THREADS, r), 1, layout), axis=1) + bias)
-        xdt = x * dt
-        y = skip * x
-        for j in range(n):
-            state = states[j].astype(jnp.float32) * jnp.exp(-dt * jnp.exp(A_logs[j])) + B[j] * xdt
-            y = y + C[j] * state
-            state_ref[row, j, mine] = state.astype(state_ref.dtype)
-        y_ref[row, mine] = (y * silu(z)).astype(out_dtype)
+        B = load(selected_ref, (row, pl.ds(r, n)), at_state)
+        C = load(selected_ref, (row, pl.ds(r + n, n)), at_state)
+        dt = jnp.sum(weight.astype(jnp.float32) * spread(low, (_CHANNELS, r), 1, of_weight), axis=1)
+        dt = softplus((dt if interpret else plgpu.layout_cast(dt, at_channels)) + bias)
+
+        def over(vector: Any, axis: int) -> Any:
+            return spread(vector, (_CHANNELS, n), axis, of_state)
+
+        state = state.astype(jnp.float32) * jnp.exp(over(dt, 0) * A) + over(x * dt, 0) * over(B, 1)
+        y = jnp.sum(state * over(C, 1), axis=1)
+        registers.store(state_ref, (row, slice(None), mine), state.astype(state_ref.dtype), turned=True)
+        registers.store(y_ref, (row, mine), ((y + skip * x) * silu(z)).astype(out_dtype))
 
     inputs = [xz, selected, layer.dt_proj, layer.dt_bias, layer.A_log, layer.D]
     out = jax.ShapeDtypeStruct((b, d), out_dtype)
-    y, state = call(body, "state_update", (b, d // THREADS), inputs, [ssm_state], out, interpret)
+    y, state = call(body, "state_update", (b, d // _CHANNELS), inputs, [ssm_state], out, interpret)
     return y, state

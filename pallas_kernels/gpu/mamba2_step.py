@@ -31,7 +31,7 @@ from mamba_jax.pallas_kernels.gpu.common import (
 from mamba_jax.pallas_kernels.gpu.matvec import Conv, matvec
 from mamba_jax.params import MAX_A_LOG, Mamba2Layer
 
-_STATE_ROWS = 16  # of a head's state that one block updates
+_STATE_ROWS = 4  # of a head's state that one block updates
 
 
 def declines(layer: Mamba2Layer, config: MambaConfig, batch: int) -> str | None:
@@ -162,9 +162,9 @@ def state_update(
         state = state + registers.spread(x * dt, size, 0, layout) * registers.spread(B, size, 1, layout)
         y = jnp.sum(state * registers.spread(C, size, 1, layout), axis=1)
         for j, value in enumerate([*past[1:], raw]):
-            window[row, j, channels] = value
-        state_ref[row, head, mine, :] = state.astype(state_ref.dtype)
-        y_ref[row, channels] = ((y + skip * x) * silu(z)).astype(out_dtype)
+            registers.store(window, (row, j, channels), value)
+        registers.store(state_ref, (row, head, mine, slice(None)), state.astype(state_ref.dtype))
+        registers.store(y_ref, (row, channels), ((y + skip * x) * silu(z)).astype(out_dtype))
 
     out = jax.ShapeDtypeStruct((b, d), out_dtype)
     y, window, state = call(body, "state_update", (b, h, p // rows), inputs, [conv_state, ssm_state], out, interpret)

@@ -115,8 +115,8 @@ def matvec(
                     raw = y.astype(window.dtype)
                     y = convolve(taps, bias, past, raw)
                     for j, value in enumerate([*past[1:], raw]):
-                        window[n, j, channels] = value
-                y_ref[n, here] = y.astype(out_dtype)
+                        registers.store(window, (n, j, channels), value)
+                registers.store(y_ref, (n, here), y.astype(out_dtype))
 
             if b == 1:
                 one(0, None)

@@ -20,7 +20,7 @@ from tests.tiny import tiny_params
 INTERPRET = InterpretGPUParams(detect_races=True)
 SIZES = {
     "mamba1": {"d_model": 256, "d_inner": 256, "d_state": 16, "dt_rank": 16},
-    "mamba1-no-conv-bias": {"d_model": 256, "d_inner": 256, "d_state": 8, "dt_rank": 8, "conv_bias": False},
+    "mamba1-no-conv-bias": {"d_model": 256, "d_inner": 256, "d_state": 8, "dt_rank": 16, "conv_bias": False},
     "mamba2": {"d_model": 256, "d_inner": 256, "d_state": 64, "headdim": 64},
     "mamba2-groups-D": {
         "d_model": 256,
@@ -142,7 +142,7 @@ def test_programs_for_a_cpu_are_those_without_kernels(name):
         ("mamba1", {"d_model": 24}, "a weight of 24 columns"),
         ("mamba1", {"dt_rank": 3}, "dt_rank 3"),
         ("mamba1", {"bcdt_norm_eps": 1e-6}, "norms of B, C and dt"),
-        ("mamba2", {"headdim": 8}, "headdim 8"),
+        ("mamba2", {"headdim": 2}, "headdim 2"),
         ("mamba2", {"norm_before_gate": True}, "a gated norm before the gate"),
         ("mamba2", {"block_norm": "layer"}, "a LayerNorm"),
         ("mamba2", {"dtype": "float32"}, "weights of dtype float32"),
