@@ -34,13 +34,12 @@ from mamba_jax.tracing import default_rules
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
 TABLE = ProgramTable()  # the process's programs
-# For XLA, by platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth slower in decoding. A GPU
-# runs the whole decode loop as one graph, so that no token waits for the host to ask whether there is another.
+# For XLA, by platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth slower in decoding.
+# A GPU runs the whole decode loop as one graph, so that no token waits for the host to ask whether there is another.
+_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE")
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_prefer_vector_width": 512},
-    "gpu": {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    },
+    "gpu": {"xla_gpu_enable_command_buffer": ",".join(_GRAPHS)},
 }
 
 

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 
 Implementation = Literal["xla", "pallas"]
 
-# Whether None takes kernels. Not before what is here has run whole on a GPU: its parts have, in forms since changed.
+# Whether None takes kernels; benchmarks that compare the two turn it off.
 KERNELS_BY_DEFAULT = True
 
 
