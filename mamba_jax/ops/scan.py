@@ -78,7 +78,7 @@ def selective_scan(
             there, as the convolution leaves them, dt may be anything.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
-        implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 256
+        implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 32
             channels, d_state 16 and no segment_ids, and cuts rows its own way; None leaves it to `ops.dispatch`.
 
     Returns:

@@ -69,14 +69,15 @@ def interpret_scan(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "splits", "lengths"),
-    [(0, "float32", 3, None), (1, "bfloat16", 1, (0, 23))],
-    ids=["gated-splits", "rows"],
+    ("spec", "dtype", "blocks", "lengths"),
+    [(0, "float32", 1, None), (1, "bfloat16", 1000, (0, 23))],
+    ids=["gated", "rows"],
 )
-def test_scan_kernel_equals_the_recurrence(spec, dtype, splits, lengths, monkeypatch):
+def test_scan_kernel_equals_the_recurrence(spec, dtype, blocks, lengths, monkeypatch):
+    """In stretches of 32 positions, the last in part; with 4 numbers of a state in a thread, or 2."""
     interpret_scan(monkeypatch)
-    monkeypatch.setattr(scan_kernel, "_SHORTEST", 8)
-    monkeypatch.setattr(scan_kernel, "_BLOCKS", splits * SCAN_KERNEL_SPECS[spec].b)
+    monkeypatch.setattr(scan_kernel, "_POSITIONS", 32)
+    monkeypatch.setattr(scan_kernel, "_BLOCKS", blocks)
     inputs = in_dtype(scan_inputs(SCAN_KERNEL_SPECS[spec]), dtype)
     wild, row_lengths = with_wild_padding(inputs, lengths)
     got = selective_scan(**wild, chunk_size=16, lengths=row_lengths, implementation="pallas")
@@ -144,8 +145,8 @@ def test_what_the_ssd_kernel_does_not_take(dtype, change, message):
 
 
 def test_what_the_scan_kernel_does_not_take():
-    inputs = scan_inputs(ScanSpec(name="narrow", l=8, d=80, chunks=(8,)))
-    with pytest.raises(NotImplementedError, match="80 channels"):
+    inputs = scan_inputs(ScanSpec(name="narrow", l=8, d=40, chunks=(8,)))
+    with pytest.raises(NotImplementedError, match="40 channels"):
         selective_scan(**inputs, chunk_size=8, implementation="pallas")
     with pytest.raises(ValueError, match="implementation: got 'triton'"):
         selective_scan(**inputs, chunk_size=8, implementation="triton")
