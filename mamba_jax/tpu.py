@@ -66,6 +66,7 @@ def topology_devices(topology: str) -> list[Any]:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask the network which TPU this is
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile: none holds a TPU
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology.replace("v7x", "tpu7x"))
     except jax.errors.JaxRuntimeError as error:

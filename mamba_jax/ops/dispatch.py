@@ -68,16 +68,19 @@ def dispatch(
         if declined[platform] is None and (implementation == "pallas" or platform in KERNELS_BY_DEFAULT)
     }
 
+    # A CPU has no kernel, but interprets any.
+    declined["cpu"] = None if kernels else " nor ".join(str(why) for why in declined.values())
+
     def choose(*args: Any) -> Any:
         on_mesh = _on_mesh(args)
         if implementation is None:
             return xla(*args) if on_mesh or not kernels else jax.lax.platform_dependent(*args, **kernels, default=xla)
         at_hand = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        why = declined.get(at_hand) or (None if kernels else " nor ".join(map(str, declined.values())))
-        why = why or ("arrays on a mesh of several devices" if on_mesh else None)
+        why = declined.get(at_hand, f"a device of platform {at_hand}") or (
+            "arrays on a mesh of several devices" if on_mesh else None
+        )
         if why is not None:
             raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
-        # A CPU has no kernels, but interprets them.
         return jax.lax.platform_dependent(*args, **kernels, cpu=next(iter(kernels.values())))
 
     return choose
