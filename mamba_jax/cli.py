@@ -707,6 +707,12 @@ def warm(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the programs.")] = False,
+    platform: Annotated[
+        str | None, typer.Option(help='"tpu": compile for one on a machine that has none, and say what it would cost.')
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="With --platform tpu: v6e:1x1 (the default), v5e:1x1, v5p:1x1x1, v7x:1x1x1.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile ahead what requests can need, so that later processes find it."""
@@ -720,15 +726,21 @@ def warm(
         "policies": policy or [DEFAULT_POLICY],
         "tasks": ("generate", "score") if score else ("generate",),
     }
-    if dry_run:
+    if platform not in (None, "tpu"):
+        raise typer.BadParameter(f"got {platform!r}, wanted 'tpu' or nothing", param_hint="--platform")
+    if topology and (platform is None or dry_run):
+        raise typer.BadParameter("wanted --platform tpu beside it, and no --dry-run", param_hint="--topology")
+    if platform and cache_dir:
+        raise typer.BadParameter("nothing that is compiled for another machine is kept", param_hint="--cache-dir")
+    if platform and not dry_run:
+        facts, lines = _warm_tpu(_described(model, dtype), topology or "v6e:1x1", wanted)
+    elif dry_run:
         from mamba_jax.warm import specs_for
 
         described = _described(model, dtype)
         with _options("batch", "lengths"):
             specs = specs_for(described, **wanted)
-        facts: dict[str, Any] = {
-            "programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]
-        }
+        facts = {"programs": [spec._asdict() | {"watch": spec.watch and repr(spec.watch)} for spec in specs]}
         lines = [" ".join(f"{name}={value}" for name, value in spec._asdict().items() if value) for spec in specs]
     else:
         import mamba_jax
@@ -745,6 +757,28 @@ def warm(
         _write_json(facts)
     else:
         _write("".join(f"{line}\n" for line in lines))
+
+
+def _warm_tpu(model: "Model", topology: str, wanted: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    from mamba_jax.warm import warm_tpu
+
+    try:
+        done = list(warm_tpu(model, topology, **wanted))
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    programs, lines = [], []
+    for spec, cost, seconds in ((one.spec, one.cost, one.seconds) for one in done):
+        a = " a token" if spec.kind == "decode" else ""
+        lines.append(
+            f"{spec.kind}{' sampling' * spec.sampling} batch={spec.batch} length={spec.length}: "
+            f"{cost.peak / 1e6:.0f} MB, "
+            f"{'fits' if cost.fits else 'DOES NOT FIT'}; {cost.flops / 1e9:.2f} GFLOP and {cost.hbm_bytes / 1e6:.0f} MB"
+            f"{a}, bound by {cost.bound}: at least {1e3 * cost.seconds:.3f} ms{a}; {cost.kernels} kernels; "
+            f"compiled in {seconds:.1f} s"
+        )
+        programs.append(spec._asdict() | {"watch": spec.watch and repr(spec.watch)} | cost._asdict())
+    lines.append(f"Computed from programs compiled for {topology}, not measured; nothing is kept of them.")
+    return {"topology": topology, "computed": True, "programs": programs}, lines
 
 
 @app.command()

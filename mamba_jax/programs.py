@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
 from mamba_jax.ops import dispatch
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
 from mamba_jax.progress import track
@@ -90,12 +91,21 @@ def prefill_segment(
     *,
     chunk_size: ChunkSize,
     watch: Watch | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[MambaCache, Float[Array, "b v"], Float[Array, "layers 2"] | None]:
     """Read one segment; a row with no position in it keeps its cache and its logits.
 
     Returns the cache, the logits after each row's last position, and what was watched.
     """
-    read = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size, watch=watch)
+    read = hidden_states(
+        params,
+        tokens,
+        cache,
+        lengths=lengths,
+        chunk_size=chunk_size,
+        watch=watch,
+        implementation=implementation,
+    )
     new = head(params, last_valid(read.hidden, lengths))
     return read.cache, jnp.where((lengths > 0)[:, None], new, logits), read.statistics
 
@@ -151,7 +161,12 @@ def take_row(
 
 
 def decode_block(
-    params: Params, state: DecodeState, options: DecodeOptions, limit: Int[Array, ""]
+    params: Params,
+    state: DecodeState,
+    options: DecodeOptions,
+    limit: Int[Array, ""],
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[DecodeState, Int[Array, "b n"], Float[Array, "b n"]]:
     """Generate up to `limit` tokens a row, leaving the loop when every row has finished.
 
@@ -160,6 +175,7 @@ def decode_block(
         state: where the rows stand.
         options: of the request.
         limit: tokens to generate, at most BLOCK.
+        implementation: of the step: see `models.lm.step`.
 
     Returns:
         The new state; its cache and logits follow each row's last token. Then (b, BLOCK) tokens, -1 where there is
@@ -183,7 +199,7 @@ def decode_block(
                 total = jax.nn.logsumexp(state.logits, axis=-1)
             logprob = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0] - total
             emitted = jnp.where(state.finished, -1, token)
-        new_logits, cache = decode_step(params, token, state.cache)
+        new_logits, cache = decode_step(params, token, state.cache, implementation=implementation)
         if batch > 1:  # a finished row stays where it is; alone it ends the loop
             keep = functools.partial(_keep_finished, state.finished)
             new_logits, cache = jax.tree.map(keep, (state.logits, state.cache), (new_logits, cache))
@@ -272,7 +288,7 @@ def _key(params: Params, spec: Spec) -> ProgramKey:
         chunk_size=spec.chunk_size,
         placement=(device.platform, device.device_kind, shardings),
         variant=("sample" if spec.sampling else "greedy") if spec.kind == "decode" else variant,
-        implementation="pallas" if dispatch.KERNELS_BY_DEFAULT else "xla",
+        implementation="pallas" if dispatch.lowered_for(device.platform) in dispatch.KERNELS_BY_DEFAULT else "xla",
     )
 
 
@@ -286,9 +302,24 @@ def model_of(params: Params) -> Model:
     return Model(params.config, params.dtype.name, device.platform, device.device_kind)
 
 
-@default_rules()
 def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
     """Trace and lower a program for this model."""
+    return lower_shapes(program_weights(params), spec)
+
+
+@default_rules()
+def lower_shapes(params: Params, spec: Spec, implementation: Implementation | None = None) -> jax.stages.Lowered:
+    """Trace and lower a program for weights that need not exist.
+
+    Args:
+        params: the model, of which shapes, dtypes and shardings are read: `jax.ShapeDtypeStruct` leaves will do, on
+            devices of another machine too (`mamba_jax.tpu`).
+        spec: the program.
+        implementation: of its scans or steps; "prefill" and "decode" take it.
+
+    Returns:
+        The lowered program.
+    """
     batch, length = spec.batch, spec.length
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
@@ -298,9 +329,7 @@ def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
-    weights = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), program_weights(params)
-    )
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     if spec.kind == "init":
         return jit(lambda: first_state(params, batch)).lower()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
@@ -313,7 +342,9 @@ def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
     )
     match spec.kind:
         case "prefill":
-            prefill = functools.partial(prefill_segment, chunk_size=spec.chunk_size, watch=spec.watch)
+            prefill = functools.partial(
+                prefill_segment, chunk_size=spec.chunk_size, watch=spec.watch, implementation=implementation
+            )
             return jit(prefill, donate_argnums=(3, 4)).lower(weights, tokens, lengths, cache, logits)
         case "score":
             score = functools.partial(score_segment, chunk_size=spec.chunk_size)
@@ -323,7 +354,8 @@ def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
             return jit(embed, donate_argnums=3).lower(weights, tokens, lengths, cache)
         case "decode":
             state, options, limit = placed(jax.eval_shape(lambda: _decode_arguments(params, batch, spec.sampling)))
-            return jit(decode_block, donate_argnums=1).lower(weights, state, options, limit)
+            decode = functools.partial(decode_block, implementation=implementation)
+            return jit(decode, donate_argnums=1).lower(weights, state, options, limit)
         case "row":
             return jit(take_row).lower(cache, logits, number)
     raise ValueError(f"kind: got {spec.kind!r}, wanted 'init', 'prefill', 'score', 'embed', 'decode' or 'row'")

@@ -3,14 +3,25 @@
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from mamba_jax import tpu
 from mamba_jax.arguments import as_integer, as_integers, as_path
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
 from mamba_jax.planning import Model, as_policy, programs_for
-from mamba_jax.programs import BLOCK, TABLE, Spec, compile_programs, model_of, program_weights, reading_specs
+from mamba_jax.programs import (
+    BLOCK,
+    TABLE,
+    Spec,
+    compile_programs,
+    lower_shapes,
+    model_of,
+    program_weights,
+    reading_specs,
+)
 from mamba_jax.scheduler.compilation_cache import enable_compilation_cache
 from mamba_jax.scheduler.monitoring import count_compilations
 from mamba_jax.scheduler.policies import Policy
@@ -101,6 +112,46 @@ def warm(
         folder=where,
         bytes_written=_bytes_in(where) - before,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What a program that was compiled for another machine's TPU would cost there; computed, not measured."""
+
+    spec: Spec
+    cost: tpu.Cost
+    seconds: float  # of compiling
+
+
+def warm_tpu(
+    model: Model, topology: str, *, implementation: Implementation | None = None, **wanted: Any
+) -> Iterator[Ahead]:
+    """Compile for a TPU, on a machine that has none, all programs that such requests can need there.
+
+    Nothing is kept: the TPU's process compiles again. What is learnt is that everything compiles, fits and why it takes
+    its time.
+
+    Args:
+        model: what is known of a model without its weights.
+        topology: as in `mamba_jax.tpu.topology_devices`; programs are for its first device.
+        implementation: of scans and steps, as in `mamba_jax.step`.
+        wanted: as in `warm`: batch, lengths, max_new_tokens, policies, tasks.
+
+    Yields:
+        Each program but "init" and "row", which compute nothing.
+
+    Raises:
+        ValueError: if an argument does not fit.
+        ImportError: if there is no compiler (extra `tpu-aot`).
+    """
+    device = tpu.topology_devices(topology)[0]
+    chip = tpu.CHIPS[topology.partition(":")[0]]
+    params = tpu.abstract_params(model.config, model.dtype, device)
+    for spec in specs_for(model_of(params), **wanted):
+        if spec.kind not in ("init", "row"):
+            start = time.perf_counter()
+            compiled = lower_shapes(params, spec, implementation).compile()
+            yield Ahead(spec, tpu.cost_of(compiled, chip), time.perf_counter() - start)
 
 
 def specs_for(

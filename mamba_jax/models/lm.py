@@ -18,12 +18,14 @@ from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
-from mamba_jax.ops.dispatch import Implementation, check_implementation, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, check_implementation, dispatch
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
-from mamba_jax.pallas_kernels.gpu import mamba1_step as mamba1_kernels
-from mamba_jax.pallas_kernels.gpu import mamba2_step as mamba2_kernels
+from mamba_jax.pallas_kernels.gpu import mamba1_step as mamba1_gpu
+from mamba_jax.pallas_kernels.gpu import mamba2_step as mamba2_gpu
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
+from mamba_jax.pallas_kernels.tpu import mamba1_step as mamba1_tpu
+from mamba_jax.pallas_kernels.tpu import mamba2_step as mamba2_tpu
 from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
 from mamba_jax.scheduler.chunks import ChunkSize, as_chunk_size, default_chunk_size
 from mamba_jax.scheduler.signals import Watch, every_kth_layer
@@ -161,7 +163,8 @@ def forward(
         chunk_size: of the scans, one for all layers or a tuple with one a layer; speed only, never results. "auto"
             picks one for the platform and the length.
         output_hidden_states: also return the hidden states.
-        implementation: of the scans: "xla"; "pallas", the kernels for NVIDIA GPUs; None leaves it to `ops.dispatch`.
+        implementation: of the scans: "xla"; "pallas", the kernels for NVIDIA GPUs or TPUs; None leaves it to
+            `ops.dispatch`.
 
     Returns:
         (b, l, padded vocab_size) float32 logits; with output_hidden_states, also a tuple of n_layer + 1 arrays
@@ -221,15 +224,15 @@ def step(
         params: the model.
         tokens: (b,) integer ids.
         cache: the state before them (it is left as it was).
-        implementation: "xla" takes XLA's ops; "pallas" takes the kernels for NVIDIA GPUs or raises; None leaves it to
-            `ops.dispatch`.
+        implementation: "xla" takes XLA's ops; "pallas" takes the kernels for NVIDIA GPUs or TPUs, or raises; None
+            leaves it to `ops.dispatch`.
 
     Returns:
         (b, padded vocab_size) float32 logits and the cache, of the same structure, shapes and dtypes.
 
     Raises:
         ValueError: if shapes, dtypes or ids do not fit; the message names the argument.
-        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, the batch or the GPU.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
     """
     check_implementation(implementation)
     ids = _check_tokens(params, tokens, ndim=1)
@@ -326,25 +329,30 @@ def _step_layer(
     *,
     implementation: Implementation | None,
 ) -> tuple[Array, Array, Array]:
-    def xla(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+    def step(layer: Layer, residual: Array, conv: Array, ssm: Array, mix: Any = None) -> tuple[Array, Array, Array]:
         u = _block_norm(config, residual, layer.norm, layer.norm_bias)
         if isinstance(layer, Mamba1Layer):
-            y, new_conv, new_ssm = mamba1_step(layer, config, u, conv, ssm)
+            y, new_conv, new_ssm = mamba1_step(layer, config, u, conv, ssm, mix)
         else:
-            y, new_conv, new_ssm = mamba2_step(layer, config, u, conv, ssm)
+            y, new_conv, new_ssm = mamba2_step(layer, config, u, conv, ssm, mix)
         return residual + y.astype(residual.dtype), new_conv.astype(conv.dtype), new_ssm.astype(ssm.dtype)
 
-    def pallas(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+    def cuda(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
         if isinstance(layer, Mamba1Layer):
-            return mamba1_kernels.mamba1_layer_step(layer, config, residual, conv, ssm)
-        return mamba2_kernels.mamba2_layer_step(layer, config, residual, conv, ssm)
+            return mamba1_gpu.mamba1_layer_step(layer, config, residual, conv, ssm)
+        return mamba2_gpu.mamba2_layer_step(layer, config, residual, conv, ssm)
+
+    def tpu(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        kernel = mamba1_tpu if isinstance(layer, Mamba1Layer) else mamba2_tpu
+        return step(layer, residual, conv, ssm, kernel.mix)
 
     batch = residual.shape[0]
     if isinstance(layer, Mamba1Layer):
-        declined = mamba1_kernels.declines(layer, config, batch)
+        declined = mamba1_gpu.declines(layer, config, batch), mamba1_tpu.declines(layer, config, conv, ssm)
     else:
-        declined = mamba2_kernels.declines(layer, config, batch)
-    return dispatch(implementation, xla=xla, pallas=pallas, declined=declined)(layer, residual, conv, ssm)
+        declined = mamba2_gpu.declines(layer, config, batch), mamba2_tpu.declines(layer, config, conv, ssm)
+    chosen = dispatch(implementation, xla=step, cuda=Kernel(cuda, declined[0]), tpu=Kernel(tpu, declined[1]))
+    return chosen(layer, residual, conv, ssm)
 
 
 def _step_head(
@@ -358,7 +366,7 @@ def _step_head(
         with jax.named_scope("head"):
             return linear(hidden, weight, out_dtype=jnp.float32)
 
-    def pallas(residual: Array, norm: Array, norm_bias: Array | None, weight: Array) -> Array:
+    def cuda(residual: Array, norm: Array, norm_bias: Array | None, weight: Array) -> Array:
         logits, _ = matvec_kernel.matvec(
             weight, residual, norm=norm, eps=config.norm_eps, block_rows=4, name="norm_head"
         )
@@ -367,7 +375,8 @@ def _step_head(
     declined = matvec_kernel.declines(weight, batch=residual.shape[0])
     if config.block_norm != "rms":
         declined = "a LayerNorm before the head"
-    chosen = dispatch(implementation, xla=xla, pallas=pallas, declined=declined)
+    # A TPU's matrix unit takes a few rows as it takes many: XLA's product is all that a kernel could be there.
+    chosen = dispatch(implementation, xla=xla, cuda=Kernel(cuda, declined), tpu=Kernel(xla, None))
     return chosen(residual, params.norm_f, params.norm_f_bias, weight)
 
 

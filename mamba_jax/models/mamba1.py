@@ -4,6 +4,8 @@ Source: Gu and Dao, "Mamba" (2023), section 3; names follow mamba_ssm. Falcon-Ma
 and the low-rank dt, before dt_proj.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,6 +19,9 @@ from mamba_jax.ops.norm import rms_norm
 from mamba_jax.ops.scan import selective_scan, selective_scan_step
 from mamba_jax.params import Mamba1Layer
 from mamba_jax.scheduler.signals import Watch
+
+# (layer, config, xz, window, state) -> (what out_proj takes, window, state)
+Mix = Callable[[Mamba1Layer, MambaConfig, Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def mamba1_mixer(
@@ -72,10 +77,19 @@ def mamba1_step(
     u: Float[Array, "b m"],
     conv_state: Float[Array, "b w-1 d"],
     ssm_state: Float[Array, "b n d"],
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "b m"], Float[Array, "b w-1 d"], Float[Array, "b n d"]]:
-    """Mix one position a row by the recurrence itself."""
+    """Mix one position a row by the recurrence itself; `mix` is what runs between the projections, if not XLA's ops."""
     with jax.named_scope("in_proj"):
-        x, z = jnp.split(linear(u, layer.in_proj, layer.in_proj_bias), 2, axis=-1)
+        xz = linear(u, layer.in_proj, layer.in_proj_bias)
+    y, conv_state, ssm_state = (mix or _mix)(layer, config, xz, conv_state, ssm_state)
+    return _project(layer, config, y), conv_state, ssm_state
+
+
+def _mix(
+    layer: Mamba1Layer, config: MambaConfig, xz: Array, conv_state: Array, ssm_state: Array
+) -> tuple[Array, Array, Array]:
+    x, z = jnp.split(xz, 2, axis=-1)
     with jax.named_scope("conv"):
         x, conv_state = causal_conv1d_step(x, layer.conv, layer.conv_bias, conv_state)
     with jax.named_scope("x_proj"):
@@ -84,7 +98,7 @@ def mamba1_step(
         y, ssm_state = selective_scan_step(
             x, dt, decay_rates(layer.A_log), B, C, ssm_state, D=layer.D, z=z, dt_bias=layer.dt_bias, dt_softplus=True
         )
-    return _project(layer, config, y), conv_state, ssm_state
+    return y, conv_state, ssm_state
 
 
 def _select(layer: Mamba1Layer, config: MambaConfig, x: Array) -> tuple[Array, Array, Array]:

@@ -3,6 +3,8 @@
 Source: Dao and Gu, "Transformers are SSMs" (2024), section 7; names follow mamba_ssm.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,6 +18,9 @@ from mamba_jax.ops.norm import gated_rms_norm
 from mamba_jax.ops.ssd import ssd, ssd_step
 from mamba_jax.params import Mamba2Layer
 from mamba_jax.scheduler.signals import Watch
+
+# (layer, config, zxbcdt, window, state) -> (what out_proj takes, window, state)
+Mix = Callable[[Mamba2Layer, MambaConfig, Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def mamba2_mixer(
@@ -63,7 +68,7 @@ def mamba2_mixer(
             segment_ids=segment_ids,
             implementation=implementation,
         )
-    return _gate_and_project(layer, config, y, z), conv_state, ssm_state, statistic
+    return _project(layer, config, _gate(layer, config, y, z)), conv_state, ssm_state, statistic
 
 
 def mamba2_step(
@@ -72,10 +77,19 @@ def mamba2_step(
     u: Float[Array, "b m"],
     conv_state: Float[Array, "b w-1 d+2*g*n"],
     ssm_state: Float[Array, "b h p n"],
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "b m"], Float[Array, "b w-1 d+2*g*n"], Float[Array, "b h p n"]]:
-    """Mix one position a row by the recurrence itself."""
+    """Mix one position a row by the recurrence itself; `mix` is what runs between the projections, if not XLA's ops."""
     with jax.named_scope("in_proj"):
-        z, xBC, dt = _split_zxbcdt(config, linear(u, layer.in_proj, layer.in_proj_bias))
+        zxbcdt = linear(u, layer.in_proj, layer.in_proj_bias)
+    y, conv_state, ssm_state = (mix or _mix)(layer, config, zxbcdt, conv_state, ssm_state)
+    return _project(layer, config, y), conv_state, ssm_state
+
+
+def _mix(
+    layer: Mamba2Layer, config: MambaConfig, zxbcdt: Array, conv_state: Array, ssm_state: Array
+) -> tuple[Array, Array, Array]:
+    z, xBC, dt = _split_zxbcdt(config, zxbcdt)
     with jax.named_scope("conv"):
         xBC, conv_state = causal_conv1d_step(xBC, layer.conv, layer.conv_bias, conv_state)
         x, B, C = _split_xBC(config, xBC)
@@ -94,7 +108,7 @@ def mamba2_step(
             dt_softplus=True,
             dt_limit=config.dt_limit,
         )
-    return _gate_and_project(layer, config, y, z), conv_state, ssm_state
+    return _gate(layer, config, y, z), conv_state, ssm_state
 
 
 def _split_zxbcdt(config: MambaConfig, zxbcdt: Array) -> tuple[Array, Array, Array]:
@@ -112,19 +126,23 @@ def _heads(config: MambaConfig, x: Array) -> Array:
     return x.reshape(*x.shape[:-1], config.nheads, config.headdim)
 
 
-def _gate_and_project(layer: Mamba2Layer, config: MambaConfig, y: Array, z: Array) -> Array:
+def _gate(layer: Mamba2Layer, config: MambaConfig, y: Array, z: Array) -> Array:
     y = y.reshape(z.shape)
-    if layer.gated_norm is not None:
-        with jax.named_scope("gated_norm"):
-            y = gated_rms_norm(
-                y,
-                z,
-                layer.gated_norm,
-                config.norm_eps,
-                ngroups=config.ngroups,
-                norm_before_gate=config.norm_before_gate,
-            )
+    if layer.gated_norm is None:
+        return y
+    with jax.named_scope("gated_norm"):
+        return gated_rms_norm(
+            y,
+            z,
+            layer.gated_norm,
+            config.norm_eps,
+            ngroups=config.ngroups,
+            norm_before_gate=config.norm_before_gate,
+        )
+
+
+def _project(layer: Mamba2Layer, config: MambaConfig, y: Array) -> Array:
+    """out_proj; a float32 residual takes the product as it is, not rounded to the weights' dtype first."""
     with jax.named_scope("out_proj"):
-        # A float32 residual takes the product as it is, not rounded to the weights' dtype first.
         out_dtype = jnp.float32 if config.residual_in_fp32 else None
         return linear(y, layer.out_proj, layer.out_proj_bias, out_dtype=out_dtype)

@@ -1,20 +1,28 @@
-"""Which implementation of an op a program holds: the one of XLA, or a kernel for NVIDIA GPUs from `pallas_kernels`.
+"""Which implementation of an op a program holds: the one of XLA, or a kernel from `pallas_kernels`.
 
-A kernel stands beside the XLA op in a program and is chosen when the program is lowered for its platform, so a program
-exported for CUDA from a CPU holds it. What a kernel does not take is known from shapes, dtypes and options alone, while
-the program is traced.
+Kernels, one for NVIDIA GPUs and one for TPUs, stand beside the XLA op in a program and are chosen when the program is
+lowered for its platform, so a program exported for CUDA or TPU from a CPU holds its kernel. What a kernel does not take
+is known from shapes, dtypes and options alone, while the program is traced.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.custom_batching import custom_vmap
 
 Implementation = Literal["xla", "pallas"]
 
-# Whether None takes kernels; benchmarks that compare the two turn it off.
-KERNELS_BY_DEFAULT = True
+# The platforms ("cuda", "tpu") on which None takes kernels; benchmarks that compare turn them off. TPU not before its
+# kernels have run on one: compiled for TPUs and interpreted they have been.
+KERNELS_BY_DEFAULT = frozenset({"cuda"})
+
+
+class Kernel(NamedTuple):
+    """A platform's kernel for an op, of the same arguments and results: pytrees of arrays."""
+
+    run: Callable[..., Any]
+    declined: str | None  # why it does not take these arguments; None if it does
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -28,24 +36,24 @@ def dispatch(
     implementation: Implementation | None,
     *,
     xla: Callable[..., Any],
-    pallas: Callable[..., Any],
-    declined: str | None,
+    cuda: Kernel,
+    tpu: Kernel,
     hopper_only: bool = False,
 ) -> Callable[..., Any]:
-    """Choose between an XLA op and its kernel.
+    """Choose between an XLA op and its kernels.
 
     Args:
-        implementation: "xla" takes the XLA op; "pallas" takes the kernel or raises; None takes the XLA op, or with
-            KERNELS_BY_DEFAULT the kernel in programs for CUDA if it takes the arguments, which lie on one device, and
+        implementation: "xla" takes the XLA op; "pallas" takes the platform's kernel or raises; None takes the XLA op,
+            or on the platforms of KERNELS_BY_DEFAULT the kernel if it takes the arguments, which lie on one device, and
             the GPU at hand can run it.
-        xla: the op for any platform. Gradients, also the kernel's, are its gradients.
-        pallas: the kernel, of the same arguments and results: pytrees of arrays.
-        declined: why the kernel does not take these arguments; None if it does.
-        hopper_only: the kernel runs on compute capability 9 only, and not on newer GPUs.
+        xla: the op for any platform. Gradients, also a kernel's, are its gradients.
+        cuda: the kernel for NVIDIA GPUs.
+        tpu: the kernel for TPUs.
+        hopper_only: the kernel for GPUs runs on compute capability 9 only, and not on newer ones.
 
     Returns:
         The function to call with the op's arrays. It raises a `NotImplementedError` if implementation is "pallas" and
-        the kernel does not take the arguments, or no GPU at hand can run it.
+        no kernel takes the arguments, or that of the device at hand does not.
 
     Raises:
         ValueError: if implementation is no such name.
@@ -53,16 +61,27 @@ def dispatch(
     check_implementation(implementation)
     if implementation == "xla" or (implementation is None and not KERNELS_BY_DEFAULT):
         return xla
-    declined = declined or _device_lacks(hopper_only)
-    kernel = with_gradient(pallas, xla)
+    declined = {"cuda": cuda.declined or _device_lacks(hopper_only), "tpu": tpu.declined}
+    kernels = {
+        platform: with_gradient(kernel.run, xla)
+        for platform, kernel in (("cuda", cuda), ("tpu", tpu))
+        if declined[platform] is None and (implementation == "pallas" or platform in KERNELS_BY_DEFAULT)
+    }
+
+    # A CPU has no kernel, but interprets any.
+    declined["cpu"] = None if kernels else " nor ".join(str(why) for why in declined.values())
 
     def choose(*args: Any) -> Any:
-        why = declined or ("arrays on a mesh of several devices" if _on_mesh(args) else None)
-        if implementation == "pallas":
-            if why is not None:
-                raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
-            return kernel(*args)
-        return xla(*args) if why is not None else jax.lax.platform_dependent(*args, cuda=kernel, default=xla)
+        on_mesh = _on_mesh(args)
+        if implementation is None:
+            return xla(*args) if on_mesh or not kernels else jax.lax.platform_dependent(*args, **kernels, default=xla)
+        at_hand = lowered_for(jax.default_backend())
+        why = declined.get(at_hand, f"a device of platform {at_hand}") or (
+            "arrays on a mesh of several devices" if on_mesh else None
+        )
+        if why is not None:
+            raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
+        return jax.lax.platform_dependent(*args, **kernels, cpu=next(iter(kernels.values())))
 
     return choose
 
@@ -92,6 +111,11 @@ def with_gradient(pallas: Callable[..., Any], xla: Callable[..., Any]) -> Callab
 
     op.defvjp(op_forward, op_backward)
     return op
+
+
+def lowered_for(platform: str) -> str:
+    """The platform of a device or backend by the name that programs are lowered for."""
+    return {"gpu": "cuda"}.get(platform, platform)
 
 
 def _device_lacks(hopper_only: bool) -> str | None:

@@ -11,7 +11,7 @@ recurrence: best on a CPU, whose cores one position fills. Source: Gu and Dao, "
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
-from mamba_jax.ops.dispatch import Implementation, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, dispatch
 from mamba_jax.ops.dt import FASTEST, finite_rates, step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import selective_scan as gpu
+from mamba_jax.pallas_kernels.tpu import selective_scan as tpu
 
 # Positions between the states that the gradient keeps; it computes those between again.
 _STRETCH = 32
@@ -79,7 +80,8 @@ def selective_scan(
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
         implementation: "xla"; "pallas", the kernel for GPUs of Hopper's kind or newer, which takes a multiple of 32
-            channels, d_state 16 and no segment_ids, and cuts rows its own way; None leaves it to `ops.dispatch`.
+            channels and d_state 16, or for TPUs, which takes at most 512 or a multiple of 128 and d_state up to 64, but
+            no float16. Neither takes segment_ids; they cut rows their own way. None leaves it to `ops.dispatch`.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, n, d), or
@@ -125,11 +127,13 @@ def selective_scan(
         y = plan.restore(y.reshape(b, -1, d))
         return _skip_and_gate(y, x, D, z), states.reshape(shape)
 
+    packed = None if segment_ids is None else "segment_ids"
+    options: Any = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
     scan = dispatch(
         implementation,
         xla=scan_xla,
-        pallas=partial(gpu.selective_scan, dt_softplus=dt_softplus, dt_limit=dt_limit),
-        declined="segment_ids" if segment_ids is not None else gpu.declines(x, A),
+        cuda=Kernel(partial(gpu.selective_scan, **options), packed or gpu.declines(x, A)),
+        tpu=Kernel(partial(tpu.selective_scan, **options), packed or tpu.declines(x, dt, A)),
     )
     return scan(x, dt, finite_rates(A), B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
 

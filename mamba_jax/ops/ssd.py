@@ -22,11 +22,12 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
-from mamba_jax.ops.dispatch import Implementation, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, dispatch
 from mamba_jax.ops.dt import finite_rates, step_size
 from mamba_jax.ops.linear import einsum
 from mamba_jax.ops.segments import WIPE, ChunkPlan, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import ssd as gpu
+from mamba_jax.pallas_kernels.tpu import ssd as tpu
 
 # Chunks are worked on together while their decay matrices (b, c, h, q, q) hold no more elements than this, and in
 # blocks one after the other beyond, so that memory does not grow with the sequence. A CPU wants one chunk at a time, a
@@ -88,8 +89,9 @@ def ssd(
             there, as the convolution leaves them, dt may be anything.
         segment_ids: sequence of each position, nondecreasing; no state crosses from one to the next. Below 0: padding.
         num_segments: number of packed sequences, empty ones included; asks for the final state of each.
-        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes bfloat16 x, B and C, headdim 64,
-            d_state 64 or 128 and no segment_ids, and whose chunk size is its own; None leaves it to `ops.dispatch`.
+        implementation: "xla"; "pallas", the kernel for Hopper GPUs, which takes bfloat16 x, B and C, headdim 64 and
+            d_state 64 or 128, or for TPUs, which takes any but float16 and multiples of 8. Neither takes segment_ids;
+            their chunk size is their own. None leaves it to `ops.dispatch`.
 
     Returns:
         y in x's dtype (of no meaning at padding), and the float32 state after the last valid position: (b, h, p, n), or
@@ -118,11 +120,12 @@ def ssd(
         D = jnp.broadcast_to(D.reshape(h, -1), (h, p)).astype(jnp.float32)
 
     plan = plan_chunks(min(chunk_size, _LONGEST), seqlen, segment_ids, num_segments)
+    packed = None if segment_ids is None else "segment_ids"
     scan = dispatch(
         implementation,
         xla=partial(_scan_xla, plan),
-        pallas=_scan_gpu,
-        declined="segment_ids" if segment_ids is not None else gpu.declines(x, B),
+        cuda=Kernel(_scan_gpu, packed or gpu.declines(x, B)),
+        tpu=Kernel(tpu.ssd, packed or tpu.declines(x, B)),
         hopper_only=True,
     )
     return scan(x, dt, dA, B, C, D, z, initial_state.astype(jnp.float32))

@@ -148,7 +148,7 @@ def test_programs_for_a_cpu_are_those_without_kernels(name):
         ("mamba2", {"dtype": "float32"}, "weights of dtype float32"),
     ],
 )
-def test_what_the_kernels_do_not_take_is_xlas_unless_they_are_asked_for(name, changes, said):
+def test_what_the_kernels_do_not_take_is_xlas_unless_they_are_asked_for(name, changes, said, at_a_gpu):
     params = model(name, **changes)
     assert decode_text(params, "cuda").count("@mosaic_gpu") <= 1  # the head has its own
     cache = init_cache(params.config, 1, params.dtype)
@@ -164,7 +164,7 @@ def test_an_implementation_of_another_name_is_an_error():
 
 @pytest.mark.parametrize("name", ["mamba1", "mamba2"])
 def test_a_program_holds_kernels_only_where_they_are_wanted(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS_BY_DEFAULT", False)
+    monkeypatch.setattr(dispatch, "KERNELS_BY_DEFAULT", frozenset())
     jax.clear_caches()
     assert "mosaic_gpu" not in decode_text(model(name), "cuda")
     assert "mosaic_gpu" in decode_text(model(name), "cuda", implementation="pallas")

@@ -138,13 +138,13 @@ def test_programs_for_a_cpu_are_those_without_kernels(case):
         ("bfloat16", {"segment_ids": jnp.zeros((1, 150), jnp.int32)}, "segment_ids"),
     ],
 )
-def test_what_the_ssd_kernel_does_not_take(dtype, change, message):
+def test_what_the_ssd_kernel_does_not_take(dtype, change, message, at_a_gpu):
     inputs = in_dtype(ssd_inputs(SSD_KERNEL_SPECS[0]), dtype)
     with pytest.raises(NotImplementedError, match=message):
         ssd(**inputs, chunk_size=64, implementation="pallas", **change)
 
 
-def test_what_the_scan_kernel_does_not_take():
+def test_what_the_scan_kernel_does_not_take(at_a_gpu):
     inputs = scan_inputs(ScanSpec(name="narrow", l=8, d=40, chunks=(8,)))
     with pytest.raises(NotImplementedError, match="40 channels"):
         selective_scan(**inputs, chunk_size=8, implementation="pallas")

@@ -1,0 +1,1 @@
+"""Kernels for TPUs, in Pallas's Mosaic TPU dialect."""
