@@ -106,6 +106,7 @@ def test_globals_beyond_the_allowed_are_refused_by_name(tmp_path, name):
     ("payload", "message"),
     [
         (b"ccollections\nOrderedDict\n(I1\ntR.", "refused instruction INT"),
+        (b"S'\\l'\nR.", "refused instruction STRING"),  # an escape that Python warns of
         (b"ccollections\nOrderedDict\n(K\x01tR.", "refused arguments for collections.OrderedDict"),
         (b"ccollections\nOrderedDict\n}" + ta.text("x") + b"K\x01sb.", "attributes for a _Function"),
         (ta.text("name") + b")R.", "refused call of a str"),
