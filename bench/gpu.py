@@ -38,6 +38,7 @@ from bench.specs import (
 )
 from mamba_jax import Params, cast_params, generate, init_cache, init_params, step
 from mamba_jax.cache import MambaCache
+from mamba_jax.ops import dispatch
 from mamba_jax.ops.reference import selective_scan_ref, ssd_ref
 from mamba_jax.ops.scan import selective_scan
 from mamba_jax.ops.ssd import ssd
@@ -208,7 +209,7 @@ def scans() -> list[Section]:
 
 def models(names: tuple[str, ...], rounds: int, batches: tuple[int, ...]) -> Iterator[list[Section]]:
     """Decode and prefill of whole models."""
-    rate, limit = matmul_rate("bfloat16"), DATASHEET.get(device_name(), (math.nan, math.nan))[1] * 1e9
+    rate, limit = matmul_rate("bfloat16"), DATASHEET.get(device_name(), (0.0, 0.0))[1] * 1e9
     decode: list[Row] = []
     prefill: list[Row] = []
     for name in names:
@@ -227,7 +228,7 @@ def models(names: tuple[str, ...], rounds: int, batches: tuple[int, ...]) -> Ite
                     "batch": batch,
                     "tok/s": significant(batch / seconds),
                     "us a step": significant(1e6 * seconds),
-                    "HBU %": significant(100 * moved / seconds / limit, 3),
+                    "HBU %": significant(100 * moved / seconds / limit, 3) if limit else None,
                     "compile s": significant(compile_s, 3),
                 }
             )
@@ -328,6 +329,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON.")] = Path("gpu.json"),
 ) -> None:
     """Check and time the kernels for NVIDIA GPUs."""
+    dispatch.KERNELS_BY_DEFAULT = frozenset({"cuda"})
     console = Console(width=150)
     report: dict[str, Any] = {**environment("gpu"), "sections": []}
     start = time.perf_counter()
