@@ -72,6 +72,7 @@ def compile_one(topology: str, model: str, kind: str, length: int, implementatio
         **cost._asdict(),
         "cache in place": cost.aliased >= sum(leaf.size * leaf.dtype.itemsize for leaf in state),
         "compile s": round(seconds, 1),
+        "jax": jax.__version__,
     }
     if kind == "decode":
         row["bytes / (weights + 2 states)"] = round(cost.hbm_bytes / decode_bytes(config, "bfloat16"), 4)
@@ -147,10 +148,14 @@ Made by `python -m bench.tpu_aot` from programs that libtpu compiled on a machin
 weights, float32 states. **Nothing here was measured on a TPU**: a time is the larger of FLOPs and bytes over what the
 chip's data sheet promises, so a bound that no program beats, not a forecast. Paper columns are what "Compiler-First
 State Space Duality" measured on a TPU v6e with float32 weights (Tables 1, 2, 3, 10, 11). Bytes are what the
-instructions of the compiled program read from and write to HBM.
+instructions of the compiled program read from and write to HBM. On a v7x the compiler keeps the weights a second time,
+in another layout (temporaries), and has SparseCores move some, which this reading does not follow: bytes and times of
+a v7x are no bound.
 """
-PREFILL = """FLOPs are the compiler's, in which a kernel counts what it declares (its matrix products as it runs them)
-and the body of a loop once: Mamba-1's XLA scan is a loop, whose FLOPs are therefore too few.
+PREFILL = """FLOPs are the compiler's, in which a kernel counts what it declares (its matrix products as it runs
+them) and the body of a loop once: Mamba-1's XLA scan is a loop, whose FLOPs are therefore too few. Work outside the
+matrix unit, such as the exponentials of the scans, is not in the bound. A longer prompt runs the same programs segment
+by segment.
 """
 TWO = """What XLA's partitioner inserts in a program of two layers, with channels and heads divided over two of the
 devices. Kernels it cannot split, so these are XLA's ops.
@@ -226,7 +231,7 @@ def markdown(rows: list[Row]) -> str:
     return line(rows[0]) + line("---" for _ in rows[0]) + "".join(line(row.values()) for row in rows)
 
 
-def page(one: list[Row], two: list[Row]) -> str:
+def page(one: list[Row], two: list[Row], failed: dict[str, str] | None = None) -> str:
     """The tables as Markdown."""
     rows = sorted(one, key=lambda r: (r["topology"], list(MODELS).index(r["model"]), r["length"], r["implementation"]))
     decode, prefill = ([row for row in rows if row["program"] == kind] for kind in ("decode", "prefill"))
@@ -240,6 +245,7 @@ def page(one: list[Row], two: list[Row]) -> str:
         "## Two devices\n",
         TWO,
         markdown([two_row(row) for row in two]),
+        *(f"Not to be had: {program} ({why}).\n" for program, why in (failed or {}).items()),
     ]
     return "\n".join(parts)
 
@@ -274,14 +280,20 @@ def main(
     todo: list[tuple[Any, str, tuple[Any, ...]]] = [(compile_one, "one", key) for key in wanted if key not in have]
     todo += [(compile_two, "two", pair) for pair in pairs if two and pair not in both]
     for compile_it, where, key in todo:
-        row = compile_it(*key)
+        try:
+            row = compile_it(*key)
+        except jax.errors.JaxRuntimeError as error:  # the compiler fails, or JAX cannot read its program
+            sys.stderr.write(f"{key}: {str(error).strip().splitlines()[-1]}\n")
+            kept.setdefault("failed", {})[" ".join(map(str, key))] = str(error).strip().splitlines()[-1]
+            out.write_text(json.dumps(kept, indent=1) + "\n")
+            continue
         sys.stderr.write(f"{row}\n")
         kept[where].append(row)
-        kept |= {"jax": jax.__version__, "about": "computed from programs compiled for TPUs; not measured on one"}
+        kept |= {"about": "computed from programs compiled for TPUs; not measured on one"}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(kept, indent=1) + "\n")
     if out == RESULTS:
-        PAGE.write_text(page(kept["one"], kept["two"]))
+        PAGE.write_text(page(kept["one"], kept["two"], kept.get("failed", {})))
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def _traffic(computations: dict[str, _Computation], name: str) -> float:
             total += sum(sides) * _size([arrives], hbm=False)
         elif one.kind == "fusion":
             operands = [body[operand].types for operand in one.operands]
-            total += _fusion_traffic(computations[_named(one, "calls")], one, operands)
+            total += _fusion_traffic(computations, one, operands)
         elif one.kind in _SLICES or (one.kind == "dynamic-update-slice"):
             part = one.types if one.kind in _SLICES else body[one.operands[1]].types
             total += sum(_size(types) > 0 for types in (given[one.operands[0]], one.types)) * _size(part, hbm=False)
@@ -275,18 +275,37 @@ def _traffic(computations: dict[str, _Computation], name: str) -> float:
     return total
 
 
-def _fusion_traffic(body: _Computation, one: _Instruction, given: list[list[str]]) -> float:
+def _fusion_traffic(computations: dict[str, _Computation], one: _Instruction, given: list[list[str]]) -> float:
     """What a fusion reads and writes: of an operand that it only slices, the slices; of one that it updates, these."""
-    total = 0.0
-    numbers = {inner.operands[0]: name for name, inner in body.items() if inner.kind == "parameter"}
+    body, total = computations[_named(one, "calls")], 0.0
     root = next(inner for inner in body.values() if inner.root)
     update = body[root.operands[1]].types if root.kind == "dynamic-update-slice" else None
-    for i, types in enumerate(given):
-        users = [inner for inner in body.values() if numbers.get(str(i)) in inner.operands]
-        if users and all(user.kind in _SLICES for user in users):
-            total += sum(_size(user.types, hbm=False) for user in users) if _size(types) else 0
-        elif update is None or numbers.get(str(i)) != root.operands[0]:
-            total += _size(types)
+    for name, types in zip(_parameters(body), given, strict=False):
+        if _size(types) and (update is None or name != root.operands[0]):
+            total += min(_size(types), _read(computations, body, name))
     if update is not None:
         return total + (_size(update, hbm=False) if _size(one.types) else 0)
     return total + _size(one.types)
+
+
+def _parameters(body: _Computation) -> list[str]:
+    numbers = {int(inner.operands[0]): name for name, inner in body.items() if inner.kind == "parameter"}
+    return [numbers.get(i, "") for i in range(max(numbers, default=-1) + 1)]
+
+
+def _read(computations: dict[str, _Computation], body: _Computation, name: str) -> float:
+    """Bytes of a value that a computation reads; infinite if it does not only slice it."""
+    total = 0.0
+    for user_name, user in body.items():
+        if name in user.operands:
+            if user.kind in _SLICES:
+                total += _size(user.types, hbm=False)
+            elif user.kind == "bitcast":
+                total += _read(computations, body, user_name)
+            elif user.kind == "fusion":
+                inner = computations[_named(user, "calls")]
+                named = zip(_parameters(inner), user.operands, strict=False)
+                total += sum(_read(computations, inner, own) for own, operand in named if operand == name)
+            else:
+                return math.inf
+    return total

@@ -28,7 +28,7 @@ from mamba_jax.pallas_kernels.tpu.common import (
     silu,
     softplus,
 )
-from mamba_jax.params import Mamba1Layer
+from mamba_jax.params import MAX_A_LOG, Mamba1Layer
 
 _WIDTH = 1024  # most channels of a block
 _MAX_BATCH = 16  # rows, which the kernel goes through one by one in its code
@@ -162,7 +162,7 @@ def _kernel(config, has_bias, *refs):
             ]
         low, B, C = parts
         dt = softplus(dot(low, dt_proj_ref[...], 1, 0, weights) + dt_bias_ref[...])
-        x, B, C, rates = conv_ref[tile], B.T, C.T, -jnp.exp(A_log_ref[...])
+        x, B, C, rates = conv_ref[tile], B.T, C.T, -jnp.exp(jnp.minimum(A_log_ref[...], MAX_A_LOG))
         rows = []
         for i in range(b):
             mine, column = slice(i, i + 1), (slice(None), slice(i, i + 1))

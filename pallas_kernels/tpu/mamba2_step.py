@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mamba_jax.config import MambaConfig
-from mamba_jax.ops.dt import step_size
+from mamba_jax.ops.dt import decay_rates, step_size
 from mamba_jax.pallas_kernels.tpu.common import VMEM_LIMIT, convolve, declined_dtype, declined_vmem, padded, silu
 from mamba_jax.params import Mamba2Layer
 
@@ -71,7 +71,7 @@ def mix(
     c = config
     b, d, h, heads = zxbcdt.shape[0], c.d_inner, c.nheads, _heads(c)
     dt = step_size(zxbcdt[:, -h:], layer.dt_bias, True, c.dt_limit)
-    decay = jnp.exp(-dt * jnp.exp(layer.A_log))
+    decay = jnp.exp(dt * decay_rates(layer.A_log))
     weights = [layer.conv.T]
     weights += [] if layer.conv_bias is None else [layer.conv_bias[None]]
     weights += [] if layer.gated_norm is None else [layer.gated_norm[None]]
