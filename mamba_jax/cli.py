@@ -178,7 +178,7 @@ def generate(
         ),
     ] = None,
     model: ModelOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to generate.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=0, max=2**26, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
     top_p: Annotated[

@@ -34,7 +34,7 @@ from mamba_jax.programs import (
 from mamba_jax.progress import track
 from mamba_jax.sampling import Sampler, row_keys
 from mamba_jax.scheduler.policies import Decision, Policy
-from mamba_jax.scheduler.segments import batch_bucket
+from mamba_jax.scheduler.segments import LONGEST_TEXT, batch_bucket
 from mamba_jax.text import TextDecoder, Tokenizer
 
 TEXT_BLOCK = 16  # tokens between two looks at the text, for streaming and stop strings
@@ -89,7 +89,7 @@ class Options:
     stop: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
-        as_integer("max_new_tokens", self.max_new_tokens, 0)
+        as_integer("max_new_tokens", self.max_new_tokens, 0, LONGEST_TEXT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def generate(
         params: the model.
         prompt: a string, token ids, or a list of either with unequal lengths. Ids may come in any integer array that
             numpy can read. An empty prompt becomes the BOS token where the checkpoint names one.
-        max_new_tokens: most tokens to generate; 0 only reads the prompt.
+        max_new_tokens: most tokens to generate, up to 2**26; 0 only reads the prompt.
         temperature: 0 takes the most likely token.
         top_k: sample among the k most likely tokens.
         top_p: sample among the fewest tokens whose probabilities sum to top_p.

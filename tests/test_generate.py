@@ -87,8 +87,9 @@ def test_u69_no_token_and_one_token(params, batch, count):
 
 
 def test_u69_a_negative_limit_is_an_error(params):
-    with pytest.raises(ValueError, match="max_new_tokens: got -1"):
-        generate(params, PROMPTS[0], max_new_tokens=-1)
+    for count in (-1, 2**26 + 1, 10**30):
+        with pytest.raises(ValueError, match=f"max_new_tokens: got {count}"):
+            generate(params, PROMPTS[0], max_new_tokens=count)
 
 
 def test_u67_rows_stop_at_their_own_stop_token_and_the_loop_with_the_last(params):
