@@ -42,10 +42,11 @@ def is_integer(value: Any) -> bool:
 
 def as_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """A single integer, at least `low` and at most `high`."""
-    if not is_integer(value) or value < low or (high is not None and value > high):
+    number = int(as_array(value)) if is_integer(value) else None
+    if number is None or number < low or (high is not None and number > high):
         wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name}: got {shown(value)}, wanted an integer {wanted}")
-    return int(value)
+    return number
 
 
 def as_integers(value: Any) -> list[int] | None:
@@ -56,7 +57,7 @@ def as_integers(value: Any) -> list[int] | None:
         return np.asarray(value).tolist() if whole and value.ndim == 1 else None
     if isinstance(value, str | BYTES) or not isinstance(value, Sequence | Set) or not all(map(is_integer, value)):
         return None
-    return [int(item) for item in value]
+    return [int(as_array(item)) for item in value]
 
 
 def as_number(name: str, value: Any, accept: Callable[[float], bool], wanted: str) -> float:

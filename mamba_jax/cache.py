@@ -42,6 +42,8 @@ def init_cache(config: MambaConfig, batch: int, dtype: DTypeLike, state_dtype: D
         ValueError: if batch is out of its range or too large for the device's memory, or a dtype is none that weights
             may have.
     """
+    if not isinstance(config, MambaConfig):
+        raise ValueError(f"config: got {config!r:.80}, wanted a MambaConfig, as in params.config")
     rows = as_integer("batch", batch, 1, 2**31 - 1)
     dtype, state_dtype = float_dtype("dtype", dtype), float_dtype("state_dtype", state_dtype)
     try:

@@ -728,11 +728,17 @@ def warm(
     }
     if platform not in (None, "tpu"):
         raise typer.BadParameter(f"got {platform!r}, wanted 'tpu' or nothing", param_hint="--platform")
-    if topology and (platform is None or dry_run):
-        raise typer.BadParameter("wanted --platform tpu beside it, and no --dry-run", param_hint="--topology")
+    if topology and platform is None:
+        raise typer.BadParameter("wanted --platform tpu beside it", param_hint="--topology")
+    if platform and dry_run:
+        raise typer.BadParameter("lists what this machine would compile: wanted no --platform", param_hint="--dry-run")
     if platform and cache_dir:
         raise typer.BadParameter("nothing that is compiled for another machine is kept", param_hint="--cache-dir")
-    if platform and not dry_run:
+    if platform:
+        from mamba_jax.tpu import check_topology
+
+        with _options("topology"):
+            check_topology(topology or "v6e:1x1")
         facts, lines = _warm_tpu(_described(model, dtype), topology or "v6e:1x1", wanted)
     elif dry_run:
         from mamba_jax.warm import specs_for

@@ -26,7 +26,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from mamba_jax.arguments import as_integer, as_integers, as_number, is_integer
+from mamba_jax.arguments import as_array, as_integer, as_integers, as_number, is_integer
 
 _PART = 256  # logits that the CPU's argmax looks at together
 _MAX, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -100,7 +100,7 @@ def row_keys(seed: int | Sequence[int], batch: int) -> np.ndarray:
     Raises:
         ValueError: if a seed is no integer from 0 to 2**64 - 1, or there is not one a row.
     """
-    seeds = [int(cast(int, seed))] * batch if is_integer(seed) else as_integers(seed)
+    seeds = [int(as_array(seed))] * batch if is_integer(seed) else as_integers(seed)
     if seeds is None or isinstance(seed, Set) or not all(0 <= item < 2**64 for item in seeds):
         raise ValueError(f"seed: got {seed!r:.80}, wanted an integer from 0 to 2**64 - 1, or a list with one a row")
     if len(seeds) != batch:

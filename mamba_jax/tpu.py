@@ -52,6 +52,14 @@ def have_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
+def check_topology(topology: str) -> None:
+    """Raise a `ValueError` unless a topology's chip is known and its size is written as such."""
+    chip, _, size = topology.partition(":")
+    if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", size, re.ASCII):
+        wanted = f"one such as {', '.join(ONE_CHIP.values())} or v6e:2x2"
+        raise ValueError(f"topology: got {topology!r:.80}, wanted {wanted}")
+
+
 def topology_devices(topology: str) -> list[Any]:
     """Devices of a topology, to compile for: "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1", "v6e:1x2".
 
@@ -59,8 +67,7 @@ def topology_devices(topology: str) -> list[Any]:
         ValueError: if the compiler knows no such topology.
         ImportError: if there is no compiler.
     """
-    if topology.partition(":")[0] not in CHIPS:
-        raise ValueError(f"topology: got {topology!r}, wanted one such as {', '.join(ONE_CHIP.values())} or v6e:2x2")
+    check_topology(topology)
     if not have_compiler():
         raise ImportError('no libtpu to compile for TPUs with: pip install "mamba-jax[tpu-aot]"')
     from jax.experimental import topologies

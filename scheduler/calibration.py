@@ -144,7 +144,7 @@ def read_calibrations(
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] != VERSION:
+        if type(content["version"]) is not int or content["version"] != VERSION:
             raise ValueError(f"got version {content['version']!r}, wanted {VERSION}")
         if not isinstance(content["device"], str) or device not in (None, content["device"]):
             raise ValueError(f"device: got {content['device']!r:.80}, wanted {device or 'a name'!r}")
@@ -153,7 +153,9 @@ def read_calibrations(
             if dims not in (None, each.shape.names):
                 raise ValueError(f"shape: got {_list(each.shape.names)}, wanted {_list(dims)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"there is no {error}" if isinstance(error, KeyError) else error
+        problem: object = f"there is no {error}" if isinstance(error, KeyError) else error
+        if isinstance(error, TypeError):
+            problem = "a list, an object or a number stands where another of these is wanted"
         raise ValueError(f"{path}: no table of timings: {problem}") from error
     return found
 
@@ -293,6 +295,9 @@ def _from_json(device: str, entry: Mapping[str, Any]) -> Calibration:
         raise ValueError(f"shape: got layer {dims.get('layer')!r:.80} and dtype {dtype!r:.80}, wanted two names")
     for name in dims.keys() - {"layer"}:
         _count(dims, name, least=0)
+    for name, pattern, wanted in (("jax", r"[\w.+-]+", "a version"), ("date", r"\d{4}-\d\d-\d\d", "YYYY-MM-DD")):
+        if not isinstance(entry[name], str) or not re.fullmatch(pattern, entry[name], re.ASCII):
+            raise ValueError(f"{name}: got {entry[name]!r:.80}, wanted {wanted}")
     shape = Shape(tuple(dims.items()), dtype, batch)
     timings = tuple(map(_timing, entry["timings"]))
     return Calibration(device, shape, entry["jax"], entry["date"], timings)
@@ -301,7 +306,10 @@ def _from_json(device: str, entry: Mapping[str, Any]) -> Calibration:
 def _timing(entry: Mapping[str, Any]) -> Timing:
     length = _count(entry, "length", most=LONGEST_SEGMENT)
     covering = 1 << (length - 1).bit_length()
-    return Timing(length, _count(entry, "chunk_size", most=covering), _seconds(entry), entry.get("dropped"))
+    seconds, dropped = _seconds(entry), entry.get("dropped")
+    if not isinstance(dropped, str | None) or (dropped is None) != bool(seconds):
+        raise ValueError(f"dropped: got {dropped!r:.80} beside {len(seconds)} seconds, wanted a reason or seconds")
+    return Timing(length, _count(entry, "chunk_size", most=covering), seconds, dropped)
 
 
 def _count(entry: Mapping[str, Any], name: str, least: int = 1, most: int = 2**31 - 1) -> int:
@@ -313,6 +321,8 @@ def _count(entry: Mapping[str, Any], name: str, least: int = 1, most: int = 2**3
 
 def _seconds(entry: Mapping[str, Any]) -> tuple[float, ...]:
     samples = entry.get("seconds", ())
+    if not isinstance(samples, list | tuple):
+        raise ValueError(f"seconds: got {samples!r:.80}, wanted a list of numbers")
     for value in samples:
         if type(value) not in (int, float) or not 0 < value <= LONGEST_SECONDS:
             raise ValueError(f"seconds: got {value!r:.80}, wanted numbers above 0, at most {LONGEST_SECONDS:g}")

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 import mamba_jax
-from mamba_jax.arguments import as_integer, as_path
+from mamba_jax.arguments import as_integer, as_integers, as_path
 from mamba_jax.longbench import merge
 from mamba_jax.parity import against
 from mamba_jax.planning import as_policy
+from mamba_jax.sampling import row_keys
 from mamba_jax.text import load_tokenizer
 from tests.tiny import tiny_params
 
@@ -55,3 +56,23 @@ def test_what_is_no_path_is_named(value):
 def test_a_home_that_nobody_has_is_an_error_that_names_the_argument(name, call):
     with pytest.raises(ValueError, match=f"{name}: got .*~nouser/x.*, wanted .*: Could not determine home"):
         call("~nouser/x")
+
+
+class Wrapped:
+    """An integer that only numpy can read."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(3, dtype)
+
+
+def test_an_array_that_only_numpy_reads_is_an_integer():
+    assert as_integer("n", Wrapped(), 1, 8) == 3
+    assert as_integers([Wrapped(), 4]) == [3, 4]
+    assert row_keys(Wrapped(), 1).tolist() == row_keys(3, 1).tolist()
+    with pytest.raises(ValueError, match=r"n: got .*, wanted an integer from 4 to 8"):
+        as_integer("n", Wrapped(), 4, 8)
+
+
+def test_a_cache_of_no_configuration_is_named():
+    with pytest.raises(ValueError, match="config: got 'x', wanted a MambaConfig"):
+        mamba_jax.init_cache("x", 1, "float32")

@@ -27,9 +27,11 @@ class Kernel(NamedTuple):
 
 def check_implementation(implementation: Implementation | None) -> None:
     """Raise a `ValueError` unless `implementation` is None or one of the names."""
-    if implementation is not None and implementation not in get_args(Implementation):
+    if implementation is not None and (
+        not isinstance(implementation, str) or implementation not in get_args(Implementation)
+    ):
         wanted = " or ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"implementation: got {implementation!r}, wanted None, {wanted}")
+        raise ValueError(f"implementation: got {implementation!r:.80}, wanted None, {wanted}")
 
 
 def dispatch(
