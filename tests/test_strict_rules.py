@@ -6,7 +6,7 @@ import pytest
 
 from mamba_jax import embed, forward, generate, init_cache, init_params, prefill, score, step
 from mamba_jax.programs import TABLE
-from tests.tiny import KINDS, tiny_params
+from tests.tiny import tiny_params
 
 STRICT = {
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
@@ -32,7 +32,7 @@ def everything(params):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2-groups", "falcon"])
 @pytest.mark.parametrize("rule", STRICT)
 def test_a_stricter_configuration_changes_nothing(kind, rule, monkeypatch):
     params = tiny_params(kind, n_layer=1)
@@ -44,7 +44,7 @@ def test_a_stricter_configuration_changes_nothing(kind, rule, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2-groups"])
 def test_without_jit_the_functions_of_arrays_run_and_the_programs_say_why_not(kind):
     params = tiny_params(kind, n_layer=1)
     want = forward(params, [[1, 2, 3]])

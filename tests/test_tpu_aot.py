@@ -78,8 +78,7 @@ def test_selective_scan_compiles(topology, d, n, length, dtype):
 
 
 @compiler
-@pytest.mark.parametrize("topology", CHIPS)
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(("topology", "batch"), [(CHIPS[0], 1), (CHIPS[1], 1), (CHIPS[1], 16)])
 @pytest.mark.parametrize("name", ["mamba1-130m", "mamba1-2.8b", "mamba2-130m", "mamba2-2.7b"])
 def test_steps_compile_and_update_the_cache_in_place(topology, batch, name):
     config = dataclasses.replace(PUBLISHED[name], n_layer=1, vocab_size=16)
@@ -104,8 +103,10 @@ def layers_of(name, count=2):
 
 
 @compiler
-@pytest.mark.parametrize("topology", CHIPS)
-@pytest.mark.parametrize("name", ["mamba1-2.8b", "mamba2-130m", "mamba2-2.7b"])
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [(CHIPS[0], "mamba2-2.7b"), *((CHIPS[1], name) for name in ("mamba1-2.8b", "mamba2-130m", "mamba2-2.7b"))],
+)
 def test_a_token_reads_weights_once_and_states_twice(topology, name, monkeypatch):
     monkeypatch.setitem(PUBLISHED, name, layers_of(name))
     monkeypatch.setattr("bench.tpu_aot.MODELS", PUBLISHED)
