@@ -589,7 +589,7 @@ def test_a_closed_stdout_is_an_error():
 
 
 def test_interrupt(model):
-    with process("generate", PROMPT, "-m", model, "--max-new-tokens", "100000000") as running:
+    with process("generate", PROMPT, "-m", model, "--max-new-tokens", "60000000") as running:
         first = running.stdout.read(1)  # it streams
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=240)
