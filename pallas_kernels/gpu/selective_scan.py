@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mamba_jax.ops.axes import pad_axis
 from mamba_jax.pallas_kernels.gpu.common import LANES, THREADS, WARPS, Registers, silu
 
 _STATE = 16  # d_state
@@ -55,8 +56,8 @@ def selective_scan(
     b, l, d = x.shape  # noqa: E741
     float32 = jnp.float32
     padded = -(-l // _POSITIONS) * _POSITIONS
-    x, dt, B, C = (_pad(a, padded) for a in (x, dt, B.astype(float32), C.astype(float32)))
-    gate = () if z is None else (_pad(z, padded),)
+    x, dt, B, C = (pad_axis(a, 1, padded) for a in (x, dt, B.astype(float32), C.astype(float32)))
+    gate = () if z is None else (pad_axis(z, 1, padded),)
     rates = A.astype(float32) * (1.0 / math.log(2.0))
     channels = jnp.stack([jnp.zeros((d,), float32) if a is None else a.astype(float32) for a in (dt_bias, D)])
     lengths = jnp.full((b,), l, jnp.int32) if lengths is None else jnp.minimum(lengths.astype(jnp.int32), l)
@@ -74,11 +75,6 @@ def selective_scan(
     )
     y, state = kernel(x, dt, B, C, *gate, rates, channels, lengths, initial_state.swapaxes(1, 2))
     return y[:, :l], state.swapaxes(1, 2)
-
-
-def _pad(a: Array, length: int) -> Array:
-    missing = length - a.shape[1]
-    return a if missing == 0 else jnp.pad(a, ((0, 0), (0, missing), (0, 0)))
 
 
 def _kernel(numbers, dt_softplus, dt_limit, interpret, *refs):

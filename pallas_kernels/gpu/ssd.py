@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mamba_jax.ops.axes import pad_axis
+
 CHUNK = 64
 _STAGES = 4  # chunks in the ring; even, so that an output warpgroup meets every turn of its slots
 _STATES = 2  # rounded states waiting for the output warpgroups, one for each
@@ -68,7 +70,7 @@ def ssd(
     """
     b, l, h, p = x.shape  # noqa: E741
     chunks = -(-l // CHUNK)
-    x, dt, dA, B, C = (_pad(a, chunks * CHUNK) for a in (x, dt, dA, B, C))
+    x, dt, dA, B, C = (pad_axis(a, 1, chunks * CHUNK) for a in (x, dt, dA, B, C))
     kernel = plgpu.kernel(
         partial(_kernel, has_skip=D is not None, interpret=bool(interpret)),
         out_type=(
@@ -85,11 +87,6 @@ def ssd(
     skip = jnp.zeros((h, p), jnp.float32) if D is None else D
     y, state = kernel(x, B, C, _decays(dt, dA), skip, initial_state)
     return y[:, :l], state
-
-
-def _pad(a: Array, length: int) -> Array:
-    missing = length - a.shape[1]
-    return a if missing == 0 else jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
 
 
 def _decays(dt: Float[Array, "b l h"], dA: Float[Array, "b l h"]) -> Float[Array, "b h c rows q"]:

@@ -57,12 +57,6 @@ def declined_vmem(needed: int) -> str | None:
     return f"{needed} bytes of VMEM (wanted: at most {VMEM_LIMIT})" if needed > VMEM_LIMIT else None
 
 
-def pad_positions(a: jax.Array, length: int) -> jax.Array:
-    """Fill up axis 1 with zeros."""
-    missing = length - a.shape[1]
-    return a if missing == 0 else jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
-
-
 def lane_block(size: int, limit: int) -> int | None:
     """Largest part of an axis of lanes that is whole registers, or the whole axis, within a limit; None if none is."""
     if size <= limit:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.pallas_kernels.tpu.common import VMEM_LIMIT, declined_dtype, lane_block, pad_positions, silu, softplus
+from mamba_jax.ops.axes import pad_axis
+from mamba_jax.pallas_kernels.tpu.common import VMEM_LIMIT, declined_dtype, lane_block, silu, softplus
 
 _STRETCH = 128  # positions
 _TOGETHER = 16  # positions that are loaded and stored together: the sublanes of a 16-bit register
@@ -61,7 +62,7 @@ def selective_scan(
         lengths = jnp.full((b,), l, jnp.int32)
     zeros = jnp.zeros((d,), jnp.float32)
     vectors = jnp.stack([zeros if a is None else a.astype(jnp.float32) for a in (dt_bias, D)])
-    rows = [pad_positions(a, stretches * q) for a in (x, dt, B, C, *(() if z is None else (z,)))]
+    rows = [pad_axis(a, 1, stretches * q) for a in (x, dt, B, C, *(() if z is None else (z,)))]
 
     of_channels = pl.BlockSpec((1, q, width), lambda row, block, stretch, *_: (row, stretch, block))
     of_maps = pl.BlockSpec((1, q, n), lambda row, block, stretch, *_: (row, stretch, 0))

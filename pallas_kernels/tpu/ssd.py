@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mamba_jax.ops.axes import pad_axis
 from mamba_jax.pallas_kernels.tpu.common import (
     LANES,
     VMEM_LIMIT,
     declined_dtype,
     declined_vmem,
     dot,
-    pad_positions,
     silu,
 )
 
@@ -97,11 +97,11 @@ def ssd(
     cut = width % LANES == 0 or g == 1
 
     def channels(a: Array) -> Array:  # (b, l, h, p) -> (b, 1, l, h * p) or (b, g, l, h // g * p)
-        a = pad_positions(a, chunks * q).reshape(b, chunks * q, 1 if cut else g, -1)
+        a = pad_axis(a, 1, chunks * q).reshape(b, chunks * q, 1 if cut else g, -1)
         return a.swapaxes(1, 2)
 
     def maps(a: Array) -> Array:
-        return pad_positions(a, chunks * q).swapaxes(1, 2)
+        return pad_axis(a, 1, chunks * q).swapaxes(1, 2)
 
     def steps(a: Array) -> Array:
         return maps(a).reshape(b, g, per_group, chunks * q)
