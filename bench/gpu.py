@@ -270,16 +270,16 @@ def per_token(params: Params, prompts: list[list[int]], rounds: int) -> float:
     return (long - short) / (LONG - SHORT)
 
 
-def profile(names: tuple[str, ...]) -> list[Section]:
+def profile(names: tuple[str, ...], batches: tuple[int, ...]) -> list[Section]:
     """Where decode's time goes, from a trace of one generation of `SHORT` tokens."""
     sections = []
-    for name in names:
+    for name, batch in itertools.product(names, batches):
         params = program_weights(random_params(name, "bfloat16"))
-        prompt = [random_ids(params, 16)]
-        decoded(params, prompt, SHORT)
+        prompts = [random_ids(params, 16, seed) for seed in range(batch)]
+        decoded(params, prompts, SHORT)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                decoded(params, prompt, SHORT)
+                decoded(params, prompts, SHORT)
             found = next(Path(folder).rglob("*.xplane.pb"))
             data = jax.profiler.ProfileData.from_file(str(found))
         events: list[tuple[float, float, str]] = []
@@ -302,7 +302,7 @@ def profile(names: tuple[str, ...]) -> list[Section]:
                 "us each": significant(total / count[kernel] / 1e3, 3),
                 "us a token": significant(total / SHORT / 1e3, 3),
             }
-            for kernel, total in sorted(busy.items(), key=lambda item: -item[1])[:14]
+            for kernel, total in sorted(busy.items(), key=lambda item: -item[1])[:20]
         ]
         short = sum(gap for gap in gaps if gap < 5e3) / SHORT / 1e3
         long = [gap for gap in gaps if gap >= 5e3]
@@ -317,14 +317,14 @@ def profile(names: tuple[str, ...]) -> list[Section]:
                 "us a token": significant(sum(long) / SHORT / 1e3, 3),
             }
         )
-        sections.append(Section(f"Decode of {name}", rows, f"{SHORT} tokens, traced"))
+        sections.append(Section(f"Decode of {name}, batch {batch}", rows, f"{SHORT} tokens, traced"))
     return sections
 
 
 def main(
     part: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; several times.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Published sizes that are timed.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Of decode, where several are timed.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Of decode, where several are timed, and of the profile.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     out: Annotated[Path, typer.Option(help="JSON.")] = Path("gpu.json"),
 ) -> None:
@@ -351,7 +351,7 @@ def main(
                 for sections in models(tuple(model or DECODED), rounds, tuple(batch or (1, 16))):
                     keep(done, sections)
             case "profile":
-                sections = profile(tuple(model or ("mamba2-130m", "mamba1-130m")))
+                sections = profile(tuple(model or ("mamba2-130m", "mamba1-130m")), tuple(batch or (1,)))
             case _:
                 raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(PARTS)}", param_hint="--part")
         for section in sections:
