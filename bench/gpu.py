@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from bench.common import DATASHEET, Row, Section, device_name, environment, matmul_rate, seconds_of, show, significant
 from bench.models import PUBLISHED, Prefill, random_ids, random_params
@@ -36,9 +37,10 @@ from bench.specs import (
     scan_inputs,
     ssd_inputs,
 )
-from mamba_jax import Params, cast_params, generate, init_cache, init_params, step
+from mamba_jax import Params, cast_params, forward, generate, init_cache, init_params, load, step
 from mamba_jax.cache import MambaCache
 from mamba_jax.ops import dispatch
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.ops.reference import selective_scan_ref, ssd_ref
 from mamba_jax.ops.scan import selective_scan
 from mamba_jax.ops.ssd import ssd
@@ -65,6 +67,7 @@ PREFILLED = {
     "mamba1-130m": (1024,),
     "mamba1-2.8b": (4096, 8192),
 }
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("pallas", "xla")
 PARTS = ("checks", "scans", "models", "profile")
 
 
@@ -159,12 +162,32 @@ def tokens_of(params: Params, count: int) -> list[int]:
     return result.tokens
 
 
-def checks() -> list[Section]:
+def check_reference(folder: Path) -> Iterator[Row]:
+    """A trained checkpoint: greedy tokens in float32 against the recorded ones, bfloat16 logits against the truth."""
+    cases = json.loads((folder / "greedy_fp32.json").read_text()).values()
+    golden = load_file(folder / "golden.safetensors")
+    params = load(folder, dtype="float32")
+    made: Any = generate(params, [case["prompt"] for case in cases], max_new_tokens=96, stop_token_ids=[])
+    same = sum(row.tokens == case["new"] for case, row in zip(cases, made, strict=True))
+    yield {"check": f"{folder.name} float32, {len(cases)} greedy texts", "alike": same, "holds": same == len(cases)}
+    params = cast_params(params, "bfloat16")
+    ids, truth = golden["ids"], golden["truth_logits256"]
+    read = {name: forward(params, ids[None], implementation=name)[0, :, :256] for name in IMPLEMENTATIONS}
+    yield compared(f"{folder.name} bfloat16 logits", read["pallas"], read["xla"], truth)
+
+
+def checks(reference: Path | None) -> list[Section]:
     """All checks."""
-    return [
-        Section("Kernels against the truth", [*check_scans(), *check_steps()], "errors are norms, relative"),
+    errors = "errors are norms, relative"
+    sections = [
+        Section("Kernels against the truth", [*check_scans(), *check_steps()], errors),
         Section("Repeats", list(check_repeats()), "one process, greedy"),
     ]
+    if reference is not None:
+        folders = sorted(path.parent for path in reference.glob("*/greedy_fp32.json"))
+        rows = [row for folder in folders for row in check_reference(folder)]
+        sections.append(Section("Trained checkpoints", rows, errors))
+    return sections
 
 
 def chained(op: Callable[..., Any], arrays: dict[str, Any], fixed: dict[str, Any]) -> Callable[[], float]:
@@ -324,8 +347,11 @@ def profile(names: tuple[str, ...], batches: tuple[int, ...]) -> list[Section]:
 def main(
     part: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; several times.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Published sizes that are timed.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Of decode, where several are timed, and of the profile.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Of decode, where several are timed, and of the profile.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
+    reference: Annotated[Path | None, typer.Option(help="Folder of trained checkpoints, checked too.")] = None,
     out: Annotated[Path, typer.Option(help="JSON.")] = Path("gpu.json"),
 ) -> None:
     """Check and time the kernels for NVIDIA GPUs."""
@@ -344,7 +370,7 @@ def main(
         sections: list[Section] = []
         match name:
             case "checks":
-                sections = checks()
+                sections = checks(reference)
             case "scans":
                 sections = scans()
             case "models":
