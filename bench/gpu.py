@@ -40,7 +40,6 @@ from bench.specs import (
 from mamba_jax import Params, cast_params, forward, generate, init_cache, init_params, load, step
 from mamba_jax.cache import MambaCache
 from mamba_jax.ops import dispatch
-from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.ops.reference import selective_scan_ref, ssd_ref
 from mamba_jax.ops.scan import selective_scan
 from mamba_jax.ops.ssd import ssd
@@ -67,7 +66,6 @@ PREFILLED = {
     "mamba1-130m": (1024,),
     "mamba1-2.8b": (4096, 8192),
 }
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("pallas", "xla")
 PARTS = ("checks", "scans", "models", "profile")
 
 
@@ -172,8 +170,8 @@ def check_reference(folder: Path) -> Iterator[Row]:
     yield {"check": f"{folder.name} float32, {len(cases)} greedy texts", "alike": same, "holds": same == len(cases)}
     params = cast_params(params, "bfloat16")
     ids, truth = golden["ids"], golden["truth_logits256"]
-    read = {name: forward(params, ids[None], implementation=name)[0, :, :256] for name in IMPLEMENTATIONS}
-    yield compared(f"{folder.name} bfloat16 logits", read["pallas"], read["xla"], truth)
+    kernel, xla = (np.asarray(forward(params, ids[None], implementation=name)) for name in ("pallas", "xla"))
+    yield compared(f"{folder.name} bfloat16 logits", kernel[0, :, :256], xla[0, :, :256], truth)
 
 
 def checks(reference: Path | None) -> list[Section]:
@@ -293,55 +291,54 @@ def per_token(params: Params, prompts: list[list[int]], rounds: int) -> float:
     return (long - short) / (LONG - SHORT)
 
 
-def profile(names: tuple[str, ...], batches: tuple[int, ...]) -> list[Section]:
-    """Where decode's time goes, from a trace of one generation of `SHORT` tokens."""
-    sections = []
-    for name, batch in itertools.product(names, batches):
+def profile(names: tuple[str, ...], batches: tuple[int, ...]) -> Iterator[Section]:
+    """Where the time of decoding `SHORT` tokens, and of reading a prompt, goes."""
+    for name in names:
         params = program_weights(random_params(name, "bfloat16"))
-        prompts = [random_ids(params, 16, seed) for seed in range(batch)]
-        decoded(params, prompts, SHORT)
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                decoded(params, prompts, SHORT)
-            found = next(Path(folder).rglob("*.xplane.pb"))
-            data = jax.profiler.ProfileData.from_file(str(found))
-        events: list[tuple[float, float, str]] = []
-        for plane in data.planes:
-            if plane.name.startswith("/device:GPU"):
-                for line in plane.lines:
-                    if "Stream" in line.name:
-                        events += [(event.start_ns, event.duration_ns, event.name) for event in line.events]
-        events.sort()
-        busy: collections.defaultdict[str, float] = collections.defaultdict(float)
-        count: collections.Counter[str] = collections.Counter()
-        for _, duration, kernel in events:
-            busy[kernel] += duration
-            count[kernel] += 1
-        gaps = [max(0.0, b[0] - a[0] - a[1]) for a, b in itertools.pairwise(events)]
-        rows: list[Row] = [
-            {
-                "kernel": kernel[:60],
-                "times a token": significant(count[kernel] / SHORT, 3),
-                "us each": significant(total / count[kernel] / 1e3, 3),
-                "us a token": significant(total / SHORT / 1e3, 3),
-            }
-            for kernel, total in sorted(busy.items(), key=lambda item: -item[1])[:20]
-        ]
-        short = sum(gap for gap in gaps if gap < 5e3) / SHORT / 1e3
-        long = [gap for gap in gaps if gap >= 5e3]
-        rows.append(
-            {"kernel": "gaps below 5 us", "times a token": None, "us each": None, "us a token": significant(short, 3)}
-        )
-        rows.append(
-            {
-                "kernel": "gaps from 5 us",
-                "times a token": significant(len(long) / SHORT, 3),
-                "us each": significant(statistics.median(long) / 1e3, 3) if long else None,
-                "us a token": significant(sum(long) / SHORT / 1e3, 3),
-            }
-        )
-        sections.append(Section(f"Decode of {name}, batch {batch}", rows, f"{SHORT} tokens, traced"))
-    return sections
+        for batch in batches:
+            prompts = [random_ids(params, 16, seed) for seed in range(batch)]
+            rows = kernels_of(functools.partial(decoded, params, prompts, SHORT), SHORT)
+            yield Section(f"Decode of {name}, batch {batch}", rows, f"{SHORT} tokens, traced; a token")
+        for length in PREFILLED.get(name, ())[:1]:
+            rows = kernels_of(Prefill(params, length, 128), 1)
+            yield Section(f"Prefill of {name}, {length} tokens", rows, "one compiled program, traced; a call")
+
+
+def kernels_of(call: Callable[[], Any], share: int) -> list[Row]:
+    """The kernels that a call spends most time in, each for a part of `share` of the call, and the gaps between."""
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        found = next(Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(found))
+    events: list[tuple[float, float, str]] = []
+    for plane in data.planes:
+        if plane.name.startswith("/device:GPU"):
+            for line in plane.lines:
+                if "Stream" in line.name:
+                    events += [(event.start_ns, event.duration_ns, event.name) for event in line.events]
+    events.sort()
+    busy: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
+    for _, duration, kernel in events:
+        busy[kernel.rstrip("0123456789").rstrip("_")].append(duration / 1e3)
+
+    def row(name: str, durations: list[float]) -> Row:
+        return {
+            "kernel": name[:60],
+            "times": significant(len(durations) / share, 3),
+            "us each": significant(statistics.median(durations), 3) if durations else None,
+            "us": significant(sum(durations) / share, 3),
+        }
+
+    gaps = [max(0.0, b[0] - a[0] - a[1]) / 1e3 for a, b in itertools.pairwise(events)]
+    largest = sorted(busy.items(), key=lambda item: -sum(item[1]))
+    return [
+        *(row(kernel, durations) for kernel, durations in largest[:20]),
+        row("all kernels", [duration for durations in busy.values() for duration in durations]),
+        row("gaps below 5 us", [gap for gap in gaps if gap < 5]),
+        row("gaps from 5 us", [gap for gap in gaps if gap >= 5]),
+    ]
 
 
 def main(
@@ -377,7 +374,7 @@ def main(
                 for sections in models(tuple(model or DECODED), rounds, tuple(batch or (1, 16))):
                     keep(done, sections)
             case "profile":
-                sections = profile(tuple(model or ("mamba2-130m", "mamba1-130m")), tuple(batch or (1,)))
+                sections = list(profile(tuple(model or ("mamba2-130m", "mamba1-130m")), tuple(batch or (1,))))
             case _:
                 raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(PARTS)}", param_hint="--part")
         for section in sections:
