@@ -28,7 +28,7 @@ def main(
             else:
                 params = random_params(name, kind)
             for found in mamba_jax.calibrate(params, batch=batch or [1], rounds=rounds, folder=out):
-                best = {length: timing.chunk_size for length, timing in found.best.items()}
+                best = {length: timing.chunk_size or "kernels" for length, timing in found.best.items()}
                 typer.echo(f"{found.shape} on {found.device}: {best}")
 
 

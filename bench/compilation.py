@@ -17,9 +17,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from bench.common import Bench, Row, Section, Setting, command, significant
 from bench.decode import SIZES
-from bench.models import beside, load_model, planned_chunk, published
+from bench.models import beside, decode_spec, load_model, published
 from mamba_jax import Params, enable_compilation_cache
-from mamba_jax.programs import BLOCK, Spec, lower_program
+from mamba_jax.planning import make_plan
+from mamba_jax.programs import Spec, lower_program, model_of
 
 # Seconds: Table 12 (TPU v6e); prefill of 1024, decode of 128 and of 4096.
 TABLE_12 = {
@@ -66,8 +67,8 @@ def run(setting: Setting) -> list[Section]:
         params = load_model(name, setting.weights)
         length = setting.lengths[0]
         specs = {
-            f"prefill {length}": Spec("prefill", 1, length, planned_chunk(params, length)),
-            "decode, any length": Spec("decode", 1, BLOCK),
+            f"prefill {length}": Spec("prefill", 1, *make_plan(model_of(params), 1, length).segments[0].reading),
+            "decode, any length": decode_spec(params),
         }
         paper = TABLE_12.get(published(name))
         for label, spec in specs.items():

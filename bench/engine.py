@@ -29,10 +29,10 @@ from rich.table import Table
 
 import mamba_jax
 from bench.common import bandwidth_probe, environment, matmul_rate
-from bench.models import PUBLISHED, random_params
+from bench.models import PUBLISHED, decode_spec, random_params
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.planning import Plan, make_plan
 from mamba_jax.programs import (
-    BLOCK,
     Spec,
     compile_programs,
     model_of,
@@ -60,27 +60,31 @@ class Contender(Protocol):
 class Ours:
     """mamba_jax."""
 
-    def __init__(self, name: str, dtype: str, batch: int, prompt: int) -> None:
+    def __init__(
+        self, name: str, dtype: str, batch: int, prompt: int, implementation: Implementation | None = None
+    ) -> None:
         self.params = program_weights(random_params(name, dtype))
-        self.batch, self.prompt = batch, prompt
+        self.batch, self.prompt, self.implementation = batch, prompt, implementation
 
     def _prompts(self, length: int) -> list[list[int]]:
         return np.random.default_rng(length).integers(0, 50277, (self.batch, length)).tolist()
 
     def decode(self, count: int) -> float:
         prompts = self._prompts(self.prompt)
-        results: Any = mamba_jax.generate(self.params, prompts, max_new_tokens=count, stop_token_ids=[])
+        results: Any = mamba_jax.generate(
+            self.params, prompts, max_new_tokens=count, stop_token_ids=[], implementation=self.implementation
+        )
         return results[0].timings["decode_s"]
 
     def prefill(self, length: int) -> float:
         prompts = self._prompts(length)
         start = time.perf_counter()
-        jax.block_until_ready(read_prompts(self.params, prompts))
+        jax.block_until_ready(read_prompts(self.params, prompts, implementation=self.implementation))
         return time.perf_counter() - start
 
     def plan(self, length: int) -> Plan:
         """What reading `length` tokens runs."""
-        return make_plan(model_of(self.params), self.batch, length)
+        return make_plan(model_of(self.params), self.batch, length, implementation=self.implementation)
 
     def segment(self, length: int) -> float:
         """Seconds of the compiled program alone that reads `length` tokens, its arguments on the device."""
@@ -103,7 +107,7 @@ class Ours:
         plans = [self.plan(length) for length in (self.prompt, *lengths)]
         specs = [spec for plan in plans for spec in reading_specs("prefill", plan.batch, plan.programs)]
         start = time.perf_counter()
-        compile_programs(self.params, [*specs, Spec("decode", plans[0].batch, BLOCK)])
+        compile_programs(self.params, [*specs, decode_spec(self.params, plans[0].batch, self.implementation)])
         return time.perf_counter() - start
 
     def temporaries(self, length: int) -> int:
@@ -293,6 +297,9 @@ def main(
     batch: int = 1,
     rounds: int = 5,
     against: Literal["transformers", "none"] = "none",
+    implementation: Annotated[
+        Literal["xla", "pallas"] | None, typer.Option(help="Of scans and steps.", show_default="the plan's")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the report.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
@@ -309,7 +316,7 @@ def main(
     }
     for name in model or ["mamba2-130m"]:
         for kind in dtype or ["float32"]:
-            ours = Ours(name, kind, batch, prompt)
+            ours = Ours(name, kind, batch, prompt, implementation)
             compile_s = ours.compile(lengths)
             contenders: dict[str, Contender] = {"mamba_jax": ours}
             if against == "transformers":
@@ -322,6 +329,8 @@ def main(
                 "dtype": kind,
                 "batch": batch,
                 "prompt": prompt,
+                "decoded_by": decode_spec(ours.params, batch, implementation).implementation,
+                "read_by": {n: [s.implementation for s in ours.plan(n).segments] for n in lengths},
                 "compile_s": compile_s,
                 "matmul_tflop_s": rate,
             }

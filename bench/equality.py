@@ -113,15 +113,15 @@ class Reader:
                     specs[Spec("init", plan.batch)] = None
                     # What a statistic chooses for is left out; so is what scoring would only watch.
                     for one in plan.segments[: LAG if plan.candidates else None]:
-                        watch = one.watch if kind == "prefill" else None
-                        specs[Spec(kind, plan.batch, one.length, one.chunk_size, watch)] = None
+                        reading = one.reading if kind == "prefill" else one.reading._replace(watch=None)
+                        specs[Spec(kind, plan.batch, *reading)] = None
         compile_programs(self.weights, specs)
 
     def key(self, rows: list[list[int]], policy: Policy | None) -> Key:
         """The programs that reading rows runs; what a statistic chooses is found by reading."""
         plan = make_plan(self.model, len(rows), max(map(len, rows)), policy)
         if not plan.candidates:
-            return tuple((segment.length, segment.chunk_size, segment.watch) for segment in plan.segments)
+            return tuple(segment.reading for segment in plan.segments)
         return ran(plan, read_prompts(self.weights, rows, policy)[2])
 
     def continuations(self, policy: Policy | None) -> tuple[list[mamba_jax.Generation], list[Key]]:
@@ -143,7 +143,7 @@ class Reader:
         found: dict[int, float] = {}
         for number, batch in enumerate(self.batches):
             rows = [texts[i] for i in batch]
-            key = tuple((length, chunk, None) for length, chunk, _ in self.key(rows, policy))
+            key = tuple(reading._replace(watch=None) for reading in self.key(rows, policy))
             if (number, key) not in self.scored:
                 self.scored[number, key] = self._score(rows, key)
             found |= dict(zip(batch, self.scored[number, key], strict=True))
@@ -154,12 +154,12 @@ class Reader:
         plan = make_plan(self.model, len(rows), max(map(len, rows)))
         total = np.zeros(plan.batch)
         cache, _ = program(self.weights, Spec("init", plan.batch))()
-        for (length, chunk, _), (offset, tokens, lengths) in zip(key, segments(rows, plan), strict=True):
+        for reading, (offset, tokens, lengths) in zip(key, segments(rows, plan), strict=True):
             targets, counted = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
             for i, row in enumerate(rows):
-                part = row[offset + 1 : offset + 1 + length]
+                part = row[offset + 1 : offset + 1 + reading.length]
                 targets[i, : len(part)], counted[i, : len(part)] = part, True
-            run = program(self.weights, Spec("score", plan.batch, length, chunk))
+            run = program(self.weights, Spec("score", plan.batch, *reading))
             cache, logprobs, _ = run(self.weights, tokens, targets, lengths, cache)
             total += np.sum(np.asarray(logprobs, np.float64), axis=1, where=counted)
         return total[: len(rows)].tolist()

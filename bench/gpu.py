@@ -255,7 +255,7 @@ def models(names: tuple[str, ...], rounds: int, batches: tuple[int, ...]) -> Ite
             )
         for length in PREFILLED.get(name, ()):
             start = time.perf_counter()
-            run = Prefill(params, length, 128)
+            run = Prefill(params, length, 128, "pallas")
             compile_s = time.perf_counter() - start
             jax.block_until_ready(run())
             seconds = statistics.median(seconds_of(run) for _ in range(4 * rounds))

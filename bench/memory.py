@@ -18,10 +18,10 @@ import typer
 
 from bench.common import Bench, Row, Section, Setting, command, lines, program_bytes, significant
 from bench.decode import LENGTHS, PROMPT, SIZES
-from bench.models import beside, load_model, published, random_ids
+from bench.models import beside, decode_spec, load_model, published, random_ids
 from mamba_jax import Params, forward, generate
 from mamba_jax.planning import make_plan
-from mamba_jax.programs import BLOCK, Spec, model_of, program, reading_specs
+from mamba_jax.programs import model_of, program, reading_specs
 
 # MB by length: Table 11 (TPU v6e).
 TABLE_11: dict[tuple[str, str], dict[int, float]] = {
@@ -47,7 +47,7 @@ def measured_peak() -> float:
 def cached_bytes(params: Params) -> int:
     """The most that a program of a generation needs; none of them knows how long it will be."""
     plan = make_plan(model_of(params), 1, PROMPT)
-    specs = [*reading_specs("prefill", 1, plan.programs), Spec("decode", 1, BLOCK)]
+    specs = [*reading_specs("prefill", 1, plan.programs), decode_spec(params)]
     return max(program_bytes(program(params, spec)) for spec in specs)
 
 

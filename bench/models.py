@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mamba_jax import MambaConfig, Params, init_params, load
-from mamba_jax.planning import make_plan
-from mamba_jax.programs import Spec, lower_program, model_of, program, program_weights
+from mamba_jax.ops.dispatch import Implementation
+from mamba_jax.planning import decode_implementation, make_plan
+from mamba_jax.programs import BLOCK, Spec, lower_program, model_of, program, program_weights
 
 _SIZES = {"130m": (768, 24), "370m": (1024, 48), "780m": (1536, 48), "1.3b": (2048, 48), "2.7b": (2560, 64)}
 _SIZES_1 = {"130m": (768, 24), "370m": (1024, 48), "790m": (1536, 48), "1.4b": (2048, 48), "2.8b": (2560, 64)}
@@ -97,15 +98,22 @@ def planned_chunk(params: Params, length: int) -> int:
     return chunk if isinstance(chunk, int) else chunk[0]
 
 
+def decode_spec(params: Params, batch: int = 1, implementation: Implementation | None = None) -> Spec:
+    """The program that `generate` decodes greedily with."""
+    by = decode_implementation(model_of(params), batch, implementation)
+    return Spec("decode", batch, BLOCK, implementation=by)
+
+
 class Prefill:
     """A compiled program that reads one segment, called again and again on the state that it left.
 
     It is compiled here, whatever the process has, so that what it is traced from may be changed for a while.
     """
 
-    def __init__(self, params: Params, length: int, chunk_size: int) -> None:
+    def __init__(self, params: Params, length: int, chunk_size: int, implementation: Implementation = "xla") -> None:
         self.params = params
-        self.compiled = lower_program(params, Spec("prefill", 1, length, chunk_size)).compile()
+        spec = Spec("prefill", 1, length, chunk_size, implementation=implementation)
+        self.compiled = lower_program(params, spec).compile()
         self.tokens = jnp.asarray([random_ids(params, length)], jnp.int32)
         self.lengths = jnp.asarray([length], jnp.int32)
         self.state = program(params, Spec("init", 1))()

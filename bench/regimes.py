@@ -46,15 +46,14 @@ from bench.prompts import TASKS, Prompt, Tokens, longbench_prompts, reference_fo
 from mamba_jax import planning
 from mamba_jax.calibrate import CHUNK_SIZES, SAMPLE_SECONDS
 from mamba_jax.params import Params
-from mamba_jax.planning import Model, Plan, as_policy, make_plan, run_chunk_size
+from mamba_jax.planning import Model, Plan, Reading, as_policy, make_plan, run_chunk_size
 from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, read_prompts, segments
-from mamba_jax.scheduler.chunks import ChunkSize
 from mamba_jax.scheduler.monitoring import count_compilations
 from mamba_jax.scheduler.policies import SAMPLED, Decision, LearnedTable, PerLayer, Policy, Sample, fit_table
 from mamba_jax.scheduler.segments import DEFAULT_LENGTHS
 from mamba_jax.scheduler.signals import Watch
 
-Key = tuple[tuple[int, ChunkSize, Watch | None], ...]  # the programs that reading a prompt runs, one after the other
+Key = tuple[Reading, ...]  # the programs that reading a prompt runs, one after the other
 Samples = Mapping[str, Sequence[float]]  # seconds by contender, round by round
 
 DEFAULT = "measured"
@@ -179,7 +178,7 @@ def ran(plan: Plan, decisions: Sequence[Decision]) -> Key:
             groups.append([])
         groups[-1].append(decision)
     return tuple(
-        (segment.length, run_chunk_size(group, segment.length), segment.watch)
+        segment.reading._replace(chunk_size=run_chunk_size(group, segment.length))
         for segment, group in zip(plan.segments, groups, strict=True)
     )
 
@@ -191,10 +190,10 @@ def owners_of(keys: Mapping[str, Key]) -> dict[str, str]:
 
 
 def chunk_shares(keys: Sequence[Key]) -> dict[str, float]:
-    """Share of the positions that each chunk size read; one of many layers' sizes counts for its layers."""
+    """Share of the positions that each chunk size read, 0 being kernels; of many layers' sizes each for its layers."""
     count: collections.Counter[int] = collections.Counter()
-    for length, chunk, _ in (one for key in keys for one in key):
-        sizes = chunk if isinstance(chunk, tuple) else (chunk,)
+    for length, chunk, _, implementation in (one for key in keys for one in key):
+        sizes = (0,) if implementation == "pallas" else chunk if isinstance(chunk, tuple) else (chunk,)
         for size in sizes:
             count[size] += length / len(sizes)  # type: ignore[assignment]
     return {str(size): count[size] / count.total() for size in sorted(count)}
@@ -351,7 +350,7 @@ def compile_all(weights: Params, prompts: Sequence[Prompt], contenders: Sequence
         for i, prompt in enumerate(prompts):
             if contender.only is None or i in contender.only:
                 plan = make_plan(model, 1, len(prompt.ids), contender.policy)
-                specs |= {Spec("prefill", 1, s.length, s.chunk_size, s.watch): None for s in plan.segments}
+                specs |= {Spec("prefill", 1, *segment.reading): None for segment in plan.segments}
     compile_programs(weights, specs)
 
 
@@ -362,7 +361,7 @@ def keys_of(weights: Params, prompts: Sequence[Prompt], contenders: Sequence[Con
     def find(prompt: Prompt, contender: Contender) -> Key:
         plan = make_plan(model, 1, len(prompt.ids), contender.policy)
         if not plan.candidates:
-            return tuple((segment.length, segment.chunk_size, segment.watch) for segment in plan.segments)
+            return tuple(segment.reading for segment in plan.segments)
         return ran(plan, read_once(weights, prompt, contender.policy)[1])
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # what has to be compiled is, side by side
@@ -401,7 +400,7 @@ def first_entropy(weights: Params, prompt: Prompt) -> float:
     """The sampled entropy of a prompt's first segment, as a decision at run time would see it."""
     plan = make_plan(model_of(weights), 1, len(prompt.ids))
     segment, (_, tokens, lengths) = plan.segments[0], next(segments([list(prompt.ids)], plan))
-    run = program(weights, Spec("prefill", 1, segment.length, segment.chunk_size, Watch(SAMPLED)))
+    run = program(weights, Spec("prefill", 1, *segment.reading._replace(watch=Watch(SAMPLED))))
     return float(np.asarray(run(weights, tokens, lengths, *program(weights, Spec("init", 1))())[2])[:, 0].mean())
 
 
@@ -743,7 +742,7 @@ def to_json(study: Study, rows: list[Row]) -> dict[str, Any]:
             "tokens": len(prompt.ids),
             "segments": [segment.length for segment in plan.segments],
             "runs": {
-                name: [[length, chunk, watch and watch.estimator.kind] for length, chunk, watch in key]
+                name: [[length, chunk, watch and watch.estimator.kind, by] for length, chunk, watch, by in key]
                 for name, key in keys.items()
             },
             "timing_of": owners,

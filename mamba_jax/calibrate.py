@@ -39,10 +39,11 @@ def calibrate(
     rounds: int = 7,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[Calibration, ...]:
-    """Time every segment length at every chunk size, and keep the table for later requests.
+    """Time every segment length at every chunk size and by kernels, and keep the table for later requests.
 
     Programs take turns, in another order each round, the chunk sizes of a length one after the other, so that a device
-    that slows down does so for all of them. What does not fit into memory is left out and says so.
+    that slows down does so for all of them. What does not fit into memory is left out and says so. Kernels are timed
+    where they take the model and the device has them, once a length: they cut rows their own way.
 
     The table is a file named after the device, `timings-DEVICE.json`; deleting it undoes the calibration. It gets each
     batch as soon as that is measured, beside what it held of other models and batches.
@@ -108,7 +109,7 @@ def fix_layers(
     weights, watch = program_weights(params), dataclasses.replace(watch, every=1)
     model, length = model_of(weights), len(rows[0])
     plan = planning.make_plan(model, 1, length)
-    specs = [Spec("prefill", plan.batch, each.length, each.chunk_size, watch) for each in plan.segments]
+    specs = [Spec("prefill", plan.batch, *each.reading._replace(watch=watch)) for each in plan.segments]
     compile_programs(weights, [Spec("init", plan.batch), *specs])
     cache, logits = program(weights, Spec("init", plan.batch))()
     total = np.zeros((model.config.n_layer, 2))
@@ -138,6 +139,8 @@ def _calibrate(
         rule = default_chunk_size(model.platform, layer, length)
         sizes = {size for size in chunk_sizes if size <= length} | {rule}
         specs += [Spec("prefill", batch, length, size) for size in sorted(sizes)]
+        if planning.declined(model, batch)[0] is None:
+            specs.append(Spec("prefill", batch, length, rule, implementation="pallas"))
     dropped = _compile(weights, specs, table)
     runs = {spec: _Run(weights, spec, table) for spec in specs if spec not in dropped}
     samples: dict[Spec, list[float]] = {spec: [] for spec in runs}
@@ -151,9 +154,13 @@ def _calibrate(
                     dropped[spec] = _first_line(error)
             advance(1)
     timings = tuple(
-        Timing(spec.length, int(str(spec.chunk_size)), tuple(samples[spec]))
-        if spec not in dropped
-        else Timing(spec.length, int(str(spec.chunk_size)), (), dropped[spec])
+        Timing(
+            length=spec.length,
+            chunk_size=int(str(spec.chunk_size)) if spec.implementation == "xla" else 0,
+            seconds=() if spec in dropped else tuple(samples[spec]),
+            dropped=dropped.get(spec),
+            implementation=spec.implementation,
+        )
         for spec in specs
     )
     today = datetime.date.today().isoformat()

@@ -72,6 +72,15 @@ def _check_policy(value: Any) -> Any:
     return value
 
 
+def _check_both(option: str, value: str | None, implementation: str | None) -> None:
+    """Of an option that chooses chunk sizes, and --implementation."""
+    if value not in (None, "measured") and implementation == "pallas":
+        raise typer.BadParameter(
+            f"got {value!r:.80} beside --implementation pallas, whose kernels have no chunk size to choose",
+            param_hint=option,
+        )
+
+
 def _check_deciding(value: str) -> str:
     """Of a policy that decides by a statistic."""
     from mamba_jax.planning import as_policy, watch_for
@@ -124,6 +133,13 @@ PolicyOption = Annotated[
         show_default="measured",
     ),
 ]
+ImplementationOption = Annotated[
+    Literal["xla", "pallas"] | None,
+    typer.Option(
+        help="Of scans and steps: XLA's operations, or the kernels for NVIDIA GPUs or TPUs.",
+        show_default="the faster, where measured",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -142,7 +158,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks becomes a "?"
     try:
         app(args=None if args is None else list(args), prog_name="mamba-jax")
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError, NotImplementedError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
 
@@ -205,11 +221,13 @@ def generate(
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is whole.")] = False,
     tokenizer: TokenizerOption = None,
     policy: PolicyOption = None,
+    implementation: ImplementationOption = None,
 ) -> None:
     """Continue a text and print the continuation.
 
     A base model goes on for ever, often repeating itself: see --max-new-tokens, --stop and --repetition-penalty.
     """
+    _check_both("--policy", policy, implementation)
     text = _read_prompt(prompt)
     sampling = {
         "temperature": temperature,
@@ -230,6 +248,7 @@ def generate(
         "stop": stop or None,
         "tokenizer": tokenizer,
         "policy": policy,
+        "implementation": implementation,
     }
     if not as_json and not no_stream:
         for piece in mamba_jax.stream(params, text, **options):
@@ -238,8 +257,9 @@ def generate(
         return
     result: Any = mamba_jax.generate(params, text, logprobs=as_json, **options)  # of one prompt: one Generation
     if as_json:
-        names = ("tokens", "text", "logprobs", "finish_reason", "timings")
-        _write_json({name: getattr(result, name) for name in names})
+        names = ("tokens", "text", "logprobs", "finish_reason", "timings", "decoded_by")
+        read_by = [decision.implementation for decision in result.decisions]
+        _write_json({name: getattr(result, name) for name in names} | {"read_by": read_by})
     else:
         _write(f"{result.text}\n")
 
@@ -327,7 +347,8 @@ def perplexity(
     stride: Annotated[int, typer.Option(min=1, help="Tokens from one window to the next.")] = 512,
     whole: Annotated[bool, typer.Option("--whole", help="No windows: carry the state through the text.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Windows read together.")] = 8,
-    chunk_size: Annotated[str, typer.Option(help="Of the scans: auto, or a number.")] = "auto",
+    chunk_size: Annotated[str, typer.Option(help="Of XLA's scans: auto, or a number.")] = "auto",
+    implementation: ImplementationOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -344,6 +365,7 @@ def perplexity(
     """Print the perplexity of a text: token-weighted, each token but the first scored once."""
     if chunk_size != "auto":
         _numbers("--chunk-size", chunk_size, ",", count=1)
+        _check_both("--chunk-size", chunk_size, implementation)
     if stride >= window and not whole:
         raise typer.BadParameter(f"got {stride}, wanted less than --window, {window}", param_hint="--stride")
     text = _decode(file.read_bytes(), str(file))
@@ -357,6 +379,7 @@ def perplexity(
         stride=stride,
         batch=batch,
         policy=None if chunk_size == "auto" else f"static:{chunk_size}",
+        implementation=implementation,
         tokenizer=tokenizer,
         out=out,
     )
@@ -401,6 +424,7 @@ def longbench(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples run together.")] = 1,
     policy: PolicyOption = None,
+    implementation: ImplementationOption = None,
     dtype: DTypeOption = None,
     tokenizer: TokenizerOption = None,
     shard: Annotated[
@@ -422,6 +446,7 @@ def longbench(
 
     --out gets TASK.jsonl with a line for each sample, and summary.json.
     """
+    _check_both("--policy", policy, implementation)
     if (data is None) == (not merge):
         raise typer.BadParameter("wanted either --data, or --merge of what ran before", param_hint="--data")
     from mamba_jax import longbench as lib
@@ -446,6 +471,7 @@ def longbench(
             max_new_tokens=max_new_tokens,
             batch=batch,
             policy=policy,
+            implementation=implementation,
             tokenizer=tokenizer,
             shard=part,
         )
@@ -489,6 +515,7 @@ def parity(
         typer.Option("--text", exists=True, dir_okay=False, help="Also compare the perplexity of this text."),
     ] = None,
     dtype: DTypeOption = "float32",
+    implementation: ImplementationOption = None,
     as_json: JsonOption = False,
     tokenizer: TokenizerOption = None,
 ) -> None:
@@ -500,7 +527,7 @@ def parity(
 
     text = None if file is None else _decode(file.read_bytes(), str(file))
     params = _load(model, dtype)
-    found = lib.against(params, against, text=text, tokenizer=tokenizer)
+    found = lib.against(params, against, text=text, tokenizer=tokenizer, implementation=implementation)
     if as_json:
         _write_json(dataclasses.asdict(found))
     else:
@@ -618,23 +645,27 @@ def plan(
     model: ModelOption = None,
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="Prompts read together.")] = 1,
     policy: PolicyOption = None,
+    implementation: ImplementationOption = None,
     dtype: DTypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print what reading a prompt would run: segments, programs, chunk sizes, why, and the expected time."""
-    from mamba_jax.planning import as_policy, make_plan
+    from mamba_jax.planning import as_policy, decode_implementation, make_plan
 
+    _check_both("--policy", policy, implementation)
     described = _described(model, dtype)
-    made = make_plan(described, batch, length, as_policy(policy, described.config.n_layer))
+    made = make_plan(described, batch, length, as_policy(policy, described.config.n_layer), implementation)
     facts = {
         "length": made.length,
         "batch": made.batch,
         "seconds": made.seconds,
         "source": made.source,
+        "decoded_by": decode_implementation(described, batch, implementation),
         "candidates": {str(size): list(chunks) for size, chunks in made.candidates.items()},
         "segments": [
             {
                 "length": segment.length,
+                "implementation": segment.implementation,
                 "chunk_size": segment.chunk_size,
                 "seconds": segment.seconds,
                 "decisions": [dataclasses.asdict(decision) for decision in segment.decisions],
@@ -653,7 +684,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None)
-    for column in ("segment", "positions", "chunk size", "decided by", "expected ms"):
+    for column in ("segment", "positions", "run by", "chunk size", "decided by", "expected ms"):
         table.add_column(column, justify="left" if column == "decided by" else "right")
     first = 0
     for segment, alike in itertools.groupby(facts["segments"]):
@@ -662,16 +693,17 @@ def _print_plan(facts: dict[str, Any]) -> None:
         names = ", ".join(sorted({decision["policy"] for decision in segment["decisions"]}))
         chunk_size = segment["chunk_size"]
         shown = str(chunk_size) if isinstance(chunk_size, int) else " ".join(map(str, chunk_size))
-        table.add_row(
-            f"{first}" if first == last else f"{first} to {last}", f"{segment['length']:,}", shown, names, seconds
-        )
+        if segment["implementation"] == "pallas":
+            shown = "its own"
+        which = f"{first}" if first == last else f"{first} to {last}"
+        table.add_row(which, f"{segment['length']:,}", segment["implementation"], shown, names, seconds)
         first = last + 1
     console = Console(markup=False, highlight=False)
     console.print(table)
     for size, chunks in facts["candidates"].items():
         console.print(f"from segment 2 on, a statistic chooses among {chunks} on {size} positions")
     total = "not measured" if facts["seconds"] is None else f"{facts['seconds'] * 1e3:.2f} ms"
-    console.print(f"{facts['length']:,} positions, {facts['batch']} rows: {total}")
+    console.print(f"{facts['length']:,} positions, {facts['batch']} rows: {total}; steps by {facts['decoded_by']}")
     console.print(facts["source"])
 
 
@@ -696,6 +728,7 @@ def warm(
         typer.Option(callback=_check_policy, help="Policies that requests name; may be given several times."),
     ] = None,
     score: Annotated[bool, typer.Option("--score", help="Also what scoring texts needs.")] = False,
+    implementation: ImplementationOption = None,
     dtype: DTypeOption = None,
     cache_dir: Annotated[
         Path | None,
@@ -718,6 +751,8 @@ def warm(
     """Compile ahead what requests can need, so that later processes find it."""
     from mamba_jax.planning import DEFAULT_POLICY
 
+    for name in policy or ():
+        _check_both("--policy", name, implementation)
     where = None if dry_run else _writable("--cache-dir", cache_dir)
     wanted: dict[str, Any] = {
         "batch": _numbers("--batch", batch, ","),
@@ -725,6 +760,7 @@ def warm(
         "max_new_tokens": max_new_tokens,
         "policies": policy or [DEFAULT_POLICY],
         "tasks": ("generate", "score") if score else ("generate",),
+        "implementation": implementation,
     }
     if platform not in (None, "tpu"):
         raise typer.BadParameter(f"got {platform!r}, wanted 'tpu' or nothing", param_hint="--platform")
@@ -776,7 +812,7 @@ def _warm_tpu(model: "Model", topology: str, wanted: dict[str, Any]) -> tuple[di
     for spec, cost, seconds in ((one.spec, one.cost, one.seconds) for one in done):
         a = " a token" if spec.kind == "decode" else ""
         lines.append(
-            f"{spec.kind}{' sampling' * spec.sampling} batch={spec.batch} length={spec.length}: "
+            f"{spec.kind}{' sampling' * spec.sampling} {spec.implementation} batch={spec.batch} length={spec.length}: "
             f"{cost.peak / 1e6:.0f} MB, "
             f"{'fits' if cost.fits else 'DOES NOT FIT'}; {cost.flops / 1e9:.2f} GFLOP and {cost.hbm_bytes / 1e6:.0f} MB"
             f"{a}, bound by {cost.bound}: at least {1e3 * cost.seconds:.3f} ms{a}; {cost.kernels} kernels; "
@@ -806,7 +842,7 @@ def calibrate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure chunk sizes and segment lengths on this device; later requests choose by what was measured.
+    """Measure chunk sizes, kernels and segment lengths on this device; later requests choose by what was measured.
 
     The table is a file, timings-DEVICE.json, in ~/.cache/mamba_jax unless MAMBA_JAX_CACHE or --folder names another
     folder. Deleting it undoes the calibration.
@@ -827,14 +863,15 @@ def calibrate(
 
     for result in results:
         chunks = sorted({timing.chunk_size for timing in result.timings})
+        names = {chunk: str(chunk) if chunk else "kernels" for chunk in chunks}
         table = Table(title=f"{result.shape} on {result.device}, ms by chunk size")
-        for column in ("positions", *map(str, chunks), "best"):
+        for column in ("positions", *names.values(), "best"):
             table.add_column(column, justify="right")
         for length in sorted({timing.length for timing in result.timings}):
             found = {timing.chunk_size: timing for timing in result.timings if timing.length == length}
             shown = [f"{found[c].median * 1e3:.2f}" if c in found else "" for c in chunks]
             best = result.best.get(length)
-            table.add_row(str(length), *shown, "-" if best is None else str(best.chunk_size))
+            table.add_row(str(length), *shown, "-" if best is None else names[best.chunk_size])
         Console(markup=False, highlight=False, width=140).print(table)
 
 

@@ -17,8 +17,9 @@ import numpy as np
 from mamba_jax import text as text_lib
 from mamba_jax.arguments import BYTES, as_array, as_integer, as_integers, is_integer
 from mamba_jax.cache import MambaCache
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params, check_params
-from mamba_jax.planning import as_policy, make_plan
+from mamba_jax.planning import as_policy, decode_implementation, make_plan, reading_implementation
 from mamba_jax.programs import (
     BLOCK,
     DecodeOptions,
@@ -59,7 +60,8 @@ class Generation:
         finish_reason: "stop" (a stop token or stop string) or "length".
         timings: seconds spent by the whole batch under "compile_s", "prefill_s" and "decode_s", and the tokens it
             generated a second while decoding under "tokens_per_s".
-        decisions: about the chunk sizes that the whole batch was read with, segment by segment.
+        decisions: about the chunk sizes that the whole batch was read with, and what ran them, segment by segment.
+        decoded_by: the implementation of the steps.
         cache: this row's cache after its last token, batch 1; None unless asked for.
         next_logits: (v,) float32 logits that follow the last token; None unless asked for.
     """
@@ -70,6 +72,7 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     timings: dict[str, float]
     decisions: tuple[Decision, ...] = dataclasses.field(default=(), repr=False)
+    decoded_by: Implementation = "xla"
     cache: MambaCache | None = dataclasses.field(default=None, repr=False)
     next_logits: jax.Array | None = dataclasses.field(default=None, repr=False)
 
@@ -104,6 +107,8 @@ class Request:
         stop: strings that end a row.
         tokenizer: for the text, if there is one.
         policy: decides the chunk sizes of reading; None takes the fastest measured ones.
+        implementation: of reading; None leaves it to the plan.
+        decoded_by: the implementation of the steps.
         on_device: the options that the decode program reads.
     """
 
@@ -114,6 +119,8 @@ class Request:
     stop: tuple[str, ...]
     tokenizer: Tokenizer | None
     policy: Policy | None
+    implementation: Implementation | None
+    decoded_by: Implementation
     on_device: DecodeOptions
 
     @property
@@ -139,6 +146,7 @@ def generate(
     return_cache: bool = False,
     tokenizer: Tokenizer | str | None = None,
     policy: Policy | str | None = None,
+    implementation: Implementation | None = None,
     mode: Mode = "device",
 ) -> Generation | list[Generation]:
     """Continue one prompt or several.
@@ -167,7 +175,11 @@ def generate(
             and go on with `step(params, [token], cache)`.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
         policy: what decides the chunk sizes of reading the prompt: a policy, or a name that
-            `mamba_jax.scheduler.policies.policy` knows. Speed only, never results. None takes the fastest measured.
+            `mamba_jax.scheduler.policies.policy` knows. Speed only, never results. None takes the fastest measured. The
+            chunk sizes are those of XLA's ops, so with a policy these read.
+        implementation: "xla" takes XLA's ops; "pallas" reads and steps by the kernels for NVIDIA GPUs or TPUs, or
+            raises. None reads by the faster of the two where both were measured (`calibrate`), and else leaves it to
+            `ops.dispatch.KERNELS_BY_DEFAULT`. Speed, and rounding in 16 bits.
         mode: "device" (one compiled loop), "host" (a dispatch per token) or "recompute" (no cache: the whole text is
             read again for each token). The last two exist to be compared with the first; all give the same tokens.
 
@@ -176,6 +188,7 @@ def generate(
 
     Raises:
         ValueError: if an argument does not fit; the message names it.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
         FloatingPointError: if the model's logits are not finite.
     """
     if mode not in ("device", "host", "recompute"):
@@ -192,7 +205,7 @@ def generate(
         stop=stop,
     )
     rows, single, tokenizer = as_rows(params, prompt, tokenizer)
-    request = make_request(params, rows, tokenizer, options, policy)
+    request = make_request(params, rows, tokenizer, options, policy, implementation)
     results = _generate(request, mode, logprobs=logprobs, return_cache=return_cache)
     return results[0] if single else results
 
@@ -203,6 +216,7 @@ def stream(
     *,
     tokenizer: Tokenizer | str | None = None,
     policy: Policy | str | None = None,
+    implementation: Implementation | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Continue one prompt, giving its text in pieces; joined they are `generate(params, prompt, ...).text`.
@@ -212,6 +226,7 @@ def stream(
         prompt: a string or token ids.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
         policy: as in `generate`.
+        implementation: as in `generate`.
         **options: the fields of `Options`, as in `generate`.
 
     Returns:
@@ -219,6 +234,7 @@ def stream(
 
     Raises:
         ValueError: if an argument does not fit, or there is no tokenizer; before the first piece.
+        NotImplementedError: as in `generate`; before the first piece.
     """
     if unknown := options.keys() - {field.name for field in dataclasses.fields(Options)}:
         raise ValueError(f"{', '.join(sorted(unknown))}: not an option of stream, which gives nothing but text")
@@ -227,7 +243,7 @@ def stream(
         raise ValueError(f"prompt: got a list of {len(rows)} prompts, wanted a single one to stream")
     if tokenizer is None:
         raise ValueError(f"tokenizer: streaming text needs one, and the checkpoint has none beside it: {_TOKENIZER}")
-    return _stream(make_request(params, rows, tokenizer, Options(**options), policy))
+    return _stream(make_request(params, rows, tokenizer, Options(**options), policy, implementation))
 
 
 def as_rows(
@@ -290,6 +306,7 @@ def make_request(
     tokenizer: Tokenizer | None,
     options: Options,
     policy: Policy | str | None = None,
+    implementation: Implementation | None = None,
 ) -> Request:
     """Check the options against the model and put them into the form that the programs take."""
     stop = text_lib.StopStrings(() if options.stop is None else options.stop).wanted
@@ -318,14 +335,20 @@ def make_request(
     keys = np.zeros((batch, 2), np.uint32)
     keys[: len(rows)] = row_keys(options.seed, len(rows))
     sampling = bool((sampler.temperature > 0).any() or (sampler.repetition_penalty != 1).any())
+    weights, chosen = program_weights(params), as_policy(policy, params.config.n_layer)
+    model = model_of(weights)
+    reading_implementation(model, batch, chosen, implementation)  # raises if there is none
+    decoded_by = decode_implementation(model, batch, implementation if options.max_new_tokens else None)
     return Request(
-        weights=program_weights(params),
+        weights=weights,
         rows=rows,
         max_new_tokens=int(options.max_new_tokens),
         stop_ids=frozenset(stop_ids),
         stop=stop,
         tokenizer=tokenizer,
-        policy=as_policy(policy, params.config.n_layer),
+        policy=chosen,
+        implementation=implementation,
+        decoded_by=decoded_by,
         on_device=DecodeOptions(
             stop=_host(stop_mask),
             valid_vocab=_host(np.int32(valid)),
@@ -384,6 +407,7 @@ def _generate(request: Request, mode: Mode, *, logprobs: bool, return_cache: boo
             finish_reason="stop" if row.stopped else "length",
             timings=timings,
             decisions=decisions,
+            decoded_by=request.decoded_by,
             cache=cache,
             next_logits=next_logits,
         )
@@ -410,7 +434,7 @@ def _stream(request: Request) -> Iterator[str]:
 def compile_for(request: Request, *, return_cache: bool = False) -> None:
     """Compile what the request needs and the process does not have yet."""
     longest = max(len(row) for row in request.rows)
-    plan = make_plan(model_of(request.weights), len(request.rows), longest, request.policy)
+    plan = make_plan(model_of(request.weights), len(request.rows), longest, request.policy, request.implementation)
     specs = reading_specs("prefill", plan.batch, plan.programs)
     if request.max_new_tokens:
         specs.append(_decode_spec(request))
@@ -420,14 +444,15 @@ def compile_for(request: Request, *, return_cache: bool = False) -> None:
 
 
 def _decode_spec(request: Request) -> Spec:
-    return Spec("decode", request.batch, BLOCK, sampling=request.on_device.sampler is not None)
+    sampling = request.on_device.sampler is not None
+    return Spec("decode", request.batch, BLOCK, sampling=sampling, implementation=request.decoded_by)
 
 
 def _state_after(
     request: Request, texts: list[list[int]], position: int = 0
 ) -> tuple[DecodeState, tuple[Decision, ...]]:
     """The decode state after texts of which the last `position` ids were generated, and how they were read."""
-    cache, logits, decisions = read_prompts(request.weights, texts, request.policy)
+    cache, logits, decisions = read_prompts(request.weights, texts, request.policy, request.implementation)
     seen = None
     if request.on_device.sampler is not None:
         mask = np.zeros(logits.shape, bool)

@@ -21,8 +21,11 @@ from mamba_jax.checkpoints.safetensors_file import read_safetensors
 from mamba_jax.generate import as_rows, generate
 from mamba_jax.messages import some
 from mamba_jax.models import forward
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
 from mamba_jax.perplexity import perplexity, windows
+from mamba_jax.planning import decode_implementation, reading_implementation
+from mamba_jax.programs import model_of, program_weights
 from mamba_jax.text import Tokenizer
 
 HIDDEN = {"rtol": 1e-5, "atol": 1e-4}
@@ -121,7 +124,14 @@ class Outputs:
     their_error: tuple[float | None, float | None] | None = None
 
 
-def against(params: Params, what: str, *, text: str | None = None, tokenizer: Tokenizer | str | None = None) -> Parity:
+def against(
+    params: Params,
+    what: str,
+    *,
+    text: str | None = None,
+    tokenizer: Tokenizer | str | None = None,
+    implementation: Implementation | None = None,
+) -> Parity:
     """Compare a model with another implementation.
 
     Args:
@@ -130,39 +140,52 @@ def against(params: Params, what: str, *, text: str | None = None, tokenizer: To
         text: a text to compare the perplexity of, and the states and logits of its first tokens; without one these are
             compared on random tokens.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
+        implementation: of scans and steps, as in `generate`.
 
     Raises:
         ImportError: if the other implementation is not installed.
         ValueError: if the file holds nothing to compare, or the model has no equal in the other implementation.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
         OSError: if the file cannot be read.
     """
+    model = model_of(program_weights(params))
+    reading_implementation(model, 1, None, implementation)  # raises if there is none
+    decode_implementation(model, 1, implementation)
     ids, whole = default_ids(params, text, tokenizer)
     asked = whole if text is not None else None
     if what == "transformers":
-        return compare(params, from_transformers(params, ids, default_prompts(ids), asked), asked)
-    if what == "mamba_ssm":
-        return compare(params, from_mamba_ssm(params, ids, default_prompts(ids), asked), asked)
-    return compare(params, recorded(as_path("what", what), params.dtype.name), asked)
+        theirs = from_transformers(params, ids, default_prompts(ids), asked)
+    elif what == "mamba_ssm":
+        theirs = from_mamba_ssm(params, ids, default_prompts(ids), asked)
+    else:
+        theirs = recorded(as_path("what", what), params.dtype.name)
+    return compare(params, theirs, asked, implementation)
 
 
-def compare(params: Params, theirs: Outputs, text: Sequence[int] | None = None) -> Parity:
+def compare(
+    params: Params,
+    theirs: Outputs,
+    text: Sequence[int] | None = None,
+    implementation: Implementation | None = None,
+) -> Parity:
     """Compare a model with what another implementation made of the same weights.
 
     Args:
         params: the model.
         theirs: the other's outputs.
         text: token ids to take the perplexity of, where theirs is known.
+        implementation: of scans and steps, as in `generate`.
     """
-    logits, states = forward(params, theirs.ids[None], output_hidden_states=True)
+    logits, states = forward(params, theirs.ids[None], output_hidden_states=True, implementation=implementation)
     ours, final = np.asarray(logits[0], np.float64), np.asarray(states[-1][0], np.float64)
     hidden = None if theirs.hidden is None else Difference.of(final, theirs.hidden, **HIDDEN)
     found = None
     if theirs.logits is not None:
         found = Difference.of(ours[:, : theirs.logits.shape[1]], theirs.logits, **LOGITS)
     agree = None if theirs.argmax is None else float(np.mean(ours.argmax(-1) == theirs.argmax))
-    equal, first = _compare_greedy(params, theirs.greedy)
+    equal, first = _compare_greedy(params, theirs.greedy, implementation)
     both = text is not None and theirs.perplexity is not None
-    mine = perplexity(params, text).perplexity if both and text is not None else None
+    mine = perplexity(params, text, implementation=implementation).perplexity if both and text is not None else None
     checks = [part.within for part in (hidden, found) if part is not None]
     checks += [] if equal is None else [equal[0] == equal[1]]
     if mine is not None and theirs.perplexity is not None:
@@ -185,12 +208,17 @@ def compare(params: Params, theirs: Outputs, text: Sequence[int] | None = None) 
 
 
 def _compare_greedy(
-    params: Params, cases: Sequence[tuple[list[int], list[int]]]
+    params: Params, cases: Sequence[tuple[list[int], list[int]]], implementation: Implementation | None
 ) -> tuple[tuple[int, int] | None, int | None]:
     if not cases:
         return None, None
     options: dict[str, Any] = {"max_new_tokens": max(len(new) for _, new in cases), "stop_token_ids": []}
-    results: Any = generate(params, [prompt for prompt, _ in cases], **options)
+    prompts = [prompt for prompt, _ in cases]
+    together = [[prompt] for prompt in prompts] if implementation == "pallas" else [prompts]  # kernels step few rows
+    results: list[Any] = []
+    for some_prompts in together:
+        found: Any = generate(params, some_prompts, implementation=implementation, **options)
+        results += found
     firsts = []
     for result, (_, new) in zip(results, cases, strict=True):
         apart = [i for i, (a, b) in enumerate(zip(result.tokens, new, strict=False)) if a != b]

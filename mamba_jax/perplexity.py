@@ -16,9 +16,10 @@ import numpy as np
 from mamba_jax import records
 from mamba_jax.arguments import as_integer, as_path
 from mamba_jax.generate import Prompt, as_rows
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
-from mamba_jax.planning import DEFAULT_POLICY, as_policy
-from mamba_jax.programs import program_weights
+from mamba_jax.planning import DEFAULT_POLICY, as_policy, reading_implementation
+from mamba_jax.programs import model_of, program_weights
 from mamba_jax.progress import track
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.scoring import BATCH, token_logprobs
@@ -54,6 +55,7 @@ def perplexity(
     stride: int = 512,
     batch: int = BATCH,
     policy: Policy | str | None = None,
+    implementation: Implementation | None = None,
     tokenizer: Tokenizer | str | None = None,
     out: str | Path | None = None,
 ) -> Perplexity:
@@ -66,6 +68,7 @@ def perplexity(
         stride: tokens from a window's beginning to the next one's, at least 1 and less than `window`.
         batch: windows read together; speed only: the result is the same to 1e-6.
         policy: decides chunk sizes; speed only. As in `generate`.
+        implementation: of the scans, as in `generate`.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
         out: folder that keeps each window as it is done, so that a run that was killed goes on there and reads none
             again; None keeps nothing.
@@ -73,6 +76,7 @@ def perplexity(
     Raises:
         ValueError: if an argument does not fit; the message names it. Also if `out` holds a run of another model, text
             or configuration.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
         OSError: if `out` cannot be written.
         FloatingPointError: if the model's log-probabilities are not finite.
     """
@@ -89,6 +93,7 @@ def perplexity(
     tokens, start, chosen = rows[0], time.perf_counter(), as_policy(policy, params.config.n_layer)
     spans = windows(len(tokens), window, stride)
     weights, path = program_weights(params), None
+    reading_implementation(model_of(weights), batch, chosen, implementation)  # raises if there is none
     done: dict[int, dict[str, Any]] = {}
     if out is not None:
         config = {
@@ -98,6 +103,7 @@ def perplexity(
             "window": window,
             "stride": None if window is None else stride,
             "policy": DEFAULT_POLICY if chosen is None else chosen.name,
+            "implementation": implementation,
         }
         folder = as_path("out", out)
         records.claim(folder, {"config": config, "batch": batch})
@@ -109,7 +115,14 @@ def perplexity(
             group = range(first, min(first + batch, len(spans)))
             if left := [i for i in group if i not in done]:
                 texts = [tokens[spans[i][0] : spans[i][1]] for i in left]
-                pieces = token_logprobs(weights, texts, batch=batch, policy=chosen, bar=False if several else None)
+                pieces = token_logprobs(
+                    weights,
+                    texts,
+                    batch=batch,
+                    policy=chosen,
+                    implementation=implementation,
+                    bar=False if several else None,
+                )
                 new = [_record(i, logprobs, spans[i][2]) for i, (logprobs, _) in zip(left, pieces, strict=True)]
                 if path is not None:
                     records.append_lines(path, new)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mamba_jax.cache import MambaCache, init_cache
 from mamba_jax.models.lm import decode_step, head, hidden_states, last_valid
-from mamba_jax.ops import dispatch
 from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params, TextInfo, check_params, check_placement
 from mamba_jax.planning import LAG, Model, Plan, Reading, decide, honour, make_plan, run_chunk_size
@@ -73,6 +72,7 @@ class Spec(NamedTuple):
     length: int = 0  # positions a call reads; BLOCK for "decode"
     chunk_size: ChunkSize = 0  # of the scans; 0 where there is none
     watch: Watch | None = None  # "prefill": also give statistics of layers
+    implementation: Implementation = "xla"  # of scans or steps
     sampling: bool = False  # "decode": the program with sampling options instead of the greedy one
 
 
@@ -118,12 +118,15 @@ def score_segment(
     cache: MambaCache,
     *,
     chunk_size: ChunkSize,
+    implementation: Implementation | None = None,
 ) -> tuple[MambaCache, Float[Array, "b l"], Bool[Array, "b l"]]:
     """Log-probabilities of `targets`, each given the tokens up to its position; logits exist a block at a time.
 
     Returns the cache, the log-probabilities, and whether no token is likelier than the target.
     """
-    hidden, cache, *_ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, *_ = hidden_states(
+        params, tokens, cache, lengths=lengths, chunk_size=chunk_size, implementation=implementation
+    )
     batch, length, width = hidden.shape
     block = min(SCORE_BLOCK, length)
     pad = -length % block
@@ -145,10 +148,18 @@ def _target_logprobs(
 
 
 def embed_segment(
-    params: Params, tokens: Int[Array, "b l"], lengths: Int[Array, "b"], cache: MambaCache, *, chunk_size: ChunkSize
+    params: Params,
+    tokens: Int[Array, "b l"],
+    lengths: Int[Array, "b"],
+    cache: MambaCache,
+    *,
+    chunk_size: ChunkSize,
+    implementation: Implementation | None = None,
 ) -> tuple[MambaCache, Float[Array, "b l m"]]:
     """Final hidden states of one segment, in float32."""
-    hidden, cache, *_ = hidden_states(params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    hidden, cache, *_ = hidden_states(
+        params, tokens, cache, lengths=lengths, chunk_size=chunk_size, implementation=implementation
+    )
     return cache, hidden.astype(jnp.float32)
 
 
@@ -288,7 +299,7 @@ def _key(params: Params, spec: Spec) -> ProgramKey:
         chunk_size=spec.chunk_size,
         placement=(device.platform, device.device_kind, shardings),
         variant=("sample" if spec.sampling else "greedy") if spec.kind == "decode" else variant,
-        implementation="pallas" if dispatch.lowered_for(device.platform) in dispatch.KERNELS_BY_DEFAULT else "xla",
+        implementation=spec.implementation,
     )
 
 
@@ -298,8 +309,8 @@ def _device(params: Params) -> Any:  # jaxlib does not type devices
 
 def model_of(params: Params) -> Model:
     """What planning wants to know of a model."""
-    device = _device(params)
-    return Model(params.config, params.dtype.name, device.platform, device.device_kind)
+    device, devices = _device(params), len(params.embedding.sharding.device_set)
+    return Model(params.config, params.dtype.name, device.platform, device.device_kind, devices)
 
 
 def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
@@ -308,19 +319,28 @@ def lower_program(params: Params, spec: Spec) -> jax.stages.Lowered:
 
 
 @default_rules()
-def lower_shapes(params: Params, spec: Spec, implementation: Implementation | None = None) -> jax.stages.Lowered:
+def lower_shapes(params: Params, spec: Spec, platform: str | None = None) -> jax.stages.Lowered:
     """Trace and lower a program for weights that need not exist.
 
     Args:
         params: the model, of which shapes, dtypes and shardings are read: `jax.ShapeDtypeStruct` leaves will do, on
             devices of another machine too (`mamba_jax.tpu`).
         spec: the program.
-        implementation: of its scans or steps; "prefill" and "decode" take it.
+        platform: to lower for ("cpu", "cuda", "tpu"); None is that of the weights' devices.
 
     Returns:
         The lowered program.
+
+    Raises:
+        NotImplementedError: if the spec's implementation is "pallas" and the kernels cannot do this.
     """
+    traced = _trace_shapes(params, spec)
+    return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
+
+
+def _trace_shapes(params: Params, spec: Spec) -> jax.stages.Traced:
     batch, length = spec.batch, spec.length
+    reading: Any = {"chunk_size": spec.chunk_size, "implementation": spec.implementation}
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
     compiler_options = COMPILER_OPTIONS.get(_device(params).platform)
@@ -331,7 +351,7 @@ def lower_shapes(params: Params, spec: Spec, implementation: Implementation | No
 
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     if spec.kind == "init":
-        return jit(lambda: first_state(params, batch)).lower()
+        return jit(lambda: first_state(params, batch)).trace()
     cache, logits = placed(jax.eval_shape(lambda: first_state(params, batch)))
     tokens, lengths, number = placed(
         (
@@ -342,22 +362,20 @@ def lower_shapes(params: Params, spec: Spec, implementation: Implementation | No
     )
     match spec.kind:
         case "prefill":
-            prefill = functools.partial(
-                prefill_segment, chunk_size=spec.chunk_size, watch=spec.watch, implementation=implementation
-            )
-            return jit(prefill, donate_argnums=(3, 4)).lower(weights, tokens, lengths, cache, logits)
+            prefill = functools.partial(prefill_segment, watch=spec.watch, **reading)
+            return jit(prefill, donate_argnums=(3, 4)).trace(weights, tokens, lengths, cache, logits)
         case "score":
-            score = functools.partial(score_segment, chunk_size=spec.chunk_size)
-            return jit(score, donate_argnums=4).lower(weights, tokens, tokens, lengths, cache)
+            score = functools.partial(score_segment, **reading)
+            return jit(score, donate_argnums=4).trace(weights, tokens, tokens, lengths, cache)
         case "embed":
-            embed = functools.partial(embed_segment, chunk_size=spec.chunk_size)
-            return jit(embed, donate_argnums=3).lower(weights, tokens, lengths, cache)
+            embed = functools.partial(embed_segment, **reading)
+            return jit(embed, donate_argnums=3).trace(weights, tokens, lengths, cache)
         case "decode":
             state, options, limit = placed(jax.eval_shape(lambda: _decode_arguments(params, batch, spec.sampling)))
-            decode = functools.partial(decode_block, implementation=implementation)
-            return jit(decode, donate_argnums=1).lower(weights, state, options, limit)
+            decode = functools.partial(decode_block, implementation=spec.implementation)
+            return jit(decode, donate_argnums=1).trace(weights, state, options, limit)
         case "row":
-            return jit(take_row).lower(cache, logits, number)
+            return jit(take_row).trace(cache, logits, number)
     raise ValueError(f"kind: got {spec.kind!r}, wanted 'init', 'prefill', 'score', 'embed', 'decode' or 'row'")
 
 
@@ -425,7 +443,10 @@ def segments(rows: Sequence[Sequence[int]], plan: Plan) -> Iterator[tuple[int, n
 
 
 def read_prompts(
-    weights: Params, rows: Sequence[Sequence[int]], policy: Policy | None = None
+    weights: Params,
+    rows: Sequence[Sequence[int]],
+    policy: Policy | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[MambaCache, Float[Array, "b v"], tuple[Decision, ...]]:
     """Read rows of unequal lengths, in memory that does not grow with them.
 
@@ -433,27 +454,28 @@ def read_prompts(
         weights: the model as programs take it.
         rows: token ids, each row at least one.
         policy: decides chunk sizes; None takes the fastest measured ones.
+        implementation: of the scans, as in `make_plan`.
 
     Returns:
         Cache and next-token logits after each row, b being the rows' number filled up to a compiled one with dummy
         rows; and the decisions about chunk sizes, segment by segment.
     """
     model = model_of(weights)
-    plan = make_plan(model, len(rows), max(len(row) for row in rows), policy)
+    plan = make_plan(model, len(rows), max(len(row) for row in rows), policy, implementation)
     cache, logits = program(weights, Spec("init", plan.batch))()
     decided: list[Decision] = []
     statistics: list[jax.Array] = []
     with track("Reading", len(plan.segments), show=None if len(plan.segments) > 1 else False) as advance:
         for i, (_, tokens, lengths) in enumerate(segments(rows, plan)):
             segment = plan.segments[i]
-            chunk_size, decisions = segment.chunk_size, segment.decisions
+            reading, decisions = segment.reading, segment.decisions
             if policy is not None and statistics and i >= LAG:
                 decisions = decide(
                     model, plan.batch, policy, plan.length, np.asarray(statistics[i - LAG]), i, segment.length
                 )
-                chunk_size = run_chunk_size(decisions, segment.length)
-                decisions = honour(decisions, chunk_size)
-            run = program(weights, Spec("prefill", plan.batch, segment.length, chunk_size, segment.watch))
+                reading = reading._replace(chunk_size=run_chunk_size(decisions, segment.length))
+                decisions = honour(decisions, reading.chunk_size)
+            run = program(weights, Spec("prefill", plan.batch, *reading))
             cache, logits, statistic = run(weights, tokens, lengths, cache, logits)
             if statistic is not None:
                 statistic.copy_to_host_async()

@@ -1,15 +1,17 @@
 """What a model makes of given texts: log-probabilities of their tokens, and hidden states."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from mamba_jax.generate import Prompt, as_rows
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
 from mamba_jax.planning import make_plan
-from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, segments
+from mamba_jax.programs import Spec, compile_programs, model_of, program, program_weights, reading_specs, segments
 from mamba_jax.progress import track
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.text import Tokenizer
@@ -67,7 +69,13 @@ def score(
 
 
 def token_logprobs(
-    weights: Params, rows: list[list[int]], *, batch: int = BATCH, policy: Policy | None = None, bar: bool | None = None
+    weights: Params,
+    rows: list[list[int]],
+    *,
+    batch: int = BATCH,
+    policy: Policy | None = None,
+    implementation: Implementation | None = None,
+    bar: bool | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Log-probability of every token of every row but its first, and whether it is the likeliest.
 
@@ -77,6 +85,7 @@ def token_logprobs(
         batch: rows read together.
         policy: decides chunk sizes beforehand; one that looks at a statistic leaves them as None does, the fastest
             measured ones.
+        implementation: of the scans, as in `generate`.
         bar: whether to show one; None does so on a terminal where there is more than one segment to read.
 
     Returns:
@@ -95,7 +104,7 @@ def token_logprobs(
             targets[i, : len(part)] = part
         return run(weights, tokens, targets, lengths, cache)
 
-    found = _read(weights, rows, "score", segment, batch=batch, policy=policy, bar=bar)
+    found = _read(weights, rows, "score", segment, batch=batch, policy=policy, implementation=implementation, bar=bar)
     return [(logprobs[:-1], likeliest[:-1]) for logprobs, likeliest in found]
 
 
@@ -144,22 +153,26 @@ def _read(
     *,
     batch: int = BATCH,
     policy: Policy | None = None,
+    implementation: Implementation | None = None,
     bar: bool | None = None,
 ) -> list[list[np.ndarray]]:
     """Run rows through `segment(program, group, cache, offset, tokens, lengths) -> (cache, *values)`; values by row."""
     groups = list(_groups(rows, batch))
-    plans = [make_plan(model_of(weights), len(indices), len(rows[indices[0]]), policy) for indices in groups]
-    planned = [(plan.batch, segment.length, segment.chunk_size) for plan in plans for segment in plan.segments]
-    compile_programs(weights, [*(Spec("init", plan.batch) for plan in plans), *(Spec(kind, *each) for each in planned)])
+    plans = [
+        make_plan(model_of(weights), len(indices), len(rows[indices[0]]), policy, implementation) for indices in groups
+    ]
+    readings = [[segment.reading._replace(watch=None) for segment in plan.segments] for plan in plans]
+    specs = (reading_specs(kind, plan.batch, reading) for plan, reading in zip(plans, readings, strict=True))
+    compile_programs(weights, itertools.chain.from_iterable(specs))
     values: list[list[np.ndarray]] = [[] for _ in rows]
     total = sum(len(plan.segments) for plan in plans)
     with track("Reading", total, show=bar if total > 1 else False) as advance:
-        for indices, plan in zip(groups, plans, strict=True):
+        for indices, plan, reading in zip(groups, plans, readings, strict=True):
             group = [rows[i] for i in indices]
             cache, _ = program(weights, Spec("init", plan.batch))()
             parts: list[list[np.ndarray]] = []
-            for one, (offset, tokens, lengths) in zip(plan.segments, segments(group, plan), strict=True):
-                run = program(weights, Spec(kind, plan.batch, one.length, one.chunk_size))
+            for one, (offset, tokens, lengths) in zip(reading, segments(group, plan), strict=True):
+                run = program(weights, Spec(kind, plan.batch, *one))
                 cache, *part = segment(run, group, cache, offset, tokens, lengths)
                 parts.append([np.asarray(value) for value in part])
                 advance(1)

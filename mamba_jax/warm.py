@@ -11,7 +11,7 @@ from mamba_jax import tpu
 from mamba_jax.arguments import as_integer, as_integers, as_path
 from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
-from mamba_jax.planning import Model, as_policy, programs_for
+from mamba_jax.planning import Model, as_policy, decode_implementation, programs_for
 from mamba_jax.programs import (
     BLOCK,
     TABLE,
@@ -60,6 +60,7 @@ def warm(
     max_new_tokens: int = 128,
     policies: Iterable[Policy | str | None] = (None,),
     tasks: Sequence[str] = ("generate",),
+    implementation: Implementation | None = None,
     folder: str | os.PathLike[str] | None = None,
     strict: bool = False,
     table: ProgramTable = TABLE,
@@ -80,6 +81,8 @@ def warm(
             those lengths need.
         policies: that requests may name; None is the static choice by measured tables.
         tasks: of "generate", "score" and "embed".
+        implementation: that the requests name, as in `generate` and `perplexity`; None for those that name none, as
+            `score` and `embed` never do.
         folder: of the persistent cache, which `enable_compilation_cache` is called with. It holds executable code and
             must be trusted; one made here belongs to the user alone. One that cannot be written still serves to fetch
             from.
@@ -92,12 +95,19 @@ def warm(
     Raises:
         ValueError: if an argument does not fit; the message names it. Also if lengths with all new tokens exceed
             `LONGEST_TEXT`, or are too many to plan for a policy, which may decide by length: 1 to 90,000 are not.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
         OSError: if the folder cannot be made.
     """
     where = None if folder is None else as_path("folder", folder)
     weights = program_weights(params)
     specs = specs_for(
-        model_of(weights), batch=batch, lengths=lengths, max_new_tokens=max_new_tokens, policies=policies, tasks=tasks
+        model_of(weights),
+        batch=batch,
+        lengths=lengths,
+        max_new_tokens=max_new_tokens,
+        policies=policies,
+        tasks=tasks,
+        implementation=implementation,
     )
     where = enable_compilation_cache(where)
     before, start = _bytes_in(where), time.perf_counter()
@@ -123,9 +133,7 @@ class Ahead:
     seconds: float  # of compiling
 
 
-def warm_tpu(
-    model: Model, topology: str, *, implementation: Implementation | None = None, **wanted: Any
-) -> Iterator[Ahead]:
+def warm_tpu(model: Model, topology: str, **wanted: Any) -> Iterator[Ahead]:
     """Compile for a TPU, on a machine that has none, all programs that such requests can need there.
 
     Nothing is kept: the TPU's process compiles again. What is learnt is that everything compiles, fits and why it takes
@@ -134,14 +142,14 @@ def warm_tpu(
     Args:
         model: what is known of a model without its weights.
         topology: as in `mamba_jax.tpu.topology_devices`; programs are for its first device.
-        implementation: of scans and steps, as in `mamba_jax.step`.
-        wanted: as in `warm`: batch, lengths, max_new_tokens, policies, tasks.
+        wanted: as in `warm`: batch, lengths, max_new_tokens, policies, tasks, implementation.
 
     Yields:
         Each program but "init" and "row", which compute nothing.
 
     Raises:
         ValueError: if an argument does not fit.
+        NotImplementedError: as in `warm`.
         ImportError: if there is no compiler (extra `tpu-aot`).
     """
     device = tpu.topology_devices(topology)[0]
@@ -150,7 +158,7 @@ def warm_tpu(
     for spec in specs_for(model_of(params), **wanted):
         if spec.kind not in ("init", "row"):
             start = time.perf_counter()
-            compiled = lower_shapes(params, spec, implementation).compile()
+            compiled = lower_shapes(params, spec).compile()
             yield Ahead(spec, tpu.cost_of(compiled, chip), time.perf_counter() - start)
 
 
@@ -162,6 +170,7 @@ def specs_for(
     max_new_tokens: int,
     policies: Iterable[Policy | str | None],
     tasks: Sequence[str],
+    implementation: Implementation | None = None,
 ) -> tuple[Spec, ...]:
     """The programs that such requests can need; arguments and errors as in `warm`."""
     batches = batch_buckets(batch)
@@ -183,12 +192,15 @@ def specs_for(
             last = high + max_new_tokens if task == "generate" else high
             for policy in chosen if task == "generate" else [None]:
                 kind = "prefill" if task == "generate" else task
-                reading = programs_for(model, rows, low, last, policy)
+                reading = programs_for(model, rows, low, last, policy, implementation)
                 found |= dict.fromkeys(reading_specs(kind, rows, reading))
             if task == "generate":
                 found[Spec("row", rows)] = None
                 if max_new_tokens:
-                    found |= {Spec("decode", rows, BLOCK, sampling=sampling): None for sampling in (False, True)}
+                    decode = Spec(
+                        "decode", rows, BLOCK, implementation=decode_implementation(model, rows, implementation)
+                    )
+                    found |= {decode._replace(sampling=sampling): None for sampling in (False, True)}
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Measured tables: what reading a segment costs on a device, by segment length and chunk size.
+"""Measured tables: what reading a segment costs on a device, by segment length, implementation and chunk size.
 
 A file holds one device's calibrations, each of one model shape, with every sample. Files are looked for in the user's
 cache folder, then among those that ship with the package. One that cannot be used is warned about once and passed over;
@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.scheduler.compilation_cache import make_folder, own_folder
 from mamba_jax.scheduler.segments import LONGEST_SEGMENT
 
@@ -62,15 +63,17 @@ class Timing:
 
     Attributes:
         length: positions.
-        chunk_size: of the scans.
+        chunk_size: of XLA's scans; 0 for kernels, which cut rows their own way.
         seconds: every sample, or none if `dropped` says why.
         dropped: why it was not measured; None if it was.
+        implementation: of the scans.
     """
 
     length: int
     chunk_size: int
     seconds: tuple[float, ...]
     dropped: str | None = None
+    implementation: Implementation = "xla"
 
     @property
     def median(self) -> float:
@@ -87,7 +90,7 @@ class Calibration:
         shape: what was timed.
         jax: its version.
         date: of the measurement, ISO.
-        timings: every length and chunk size.
+        timings: every length by every chunk size of XLA's, and by kernels where they were measured.
     """
 
     device: str
@@ -98,12 +101,17 @@ class Calibration:
 
     @functools.cached_property
     def best(self) -> Mapping[int, Timing]:
-        """The fastest chunk size of each length that was measured."""
-        found: dict[int, Timing] = {}
-        for timing in self.timings:
-            if timing.seconds and (timing.length not in found or timing.median < found[timing.length].median):
-                found[timing.length] = timing
-        return found
+        """The fastest way of each length that was measured."""
+        return fastest(self.timings)
+
+
+def fastest(timings: Iterable[Timing]) -> dict[int, Timing]:
+    """The timing of the least median of each length that was measured."""
+    found: dict[int, Timing] = {}
+    for timing in timings:
+        if timing.seconds and (timing.length not in found or timing.median < found[timing.length].median):
+            found[timing.length] = timing
+    return found
 
 
 def device_name(platform: str, device_kind: str) -> str:
@@ -280,7 +288,8 @@ def _to_json(calibration: Calibration) -> dict[str, Any]:
         "jax": calibration.jax,
         "date": calibration.date,
         "timings": [
-            {"length": t.length, "chunk_size": t.chunk_size}
+            {"length": t.length}
+            | ({"chunk_size": t.chunk_size} if t.implementation == "xla" else {"implementation": t.implementation})
             | ({"dropped": t.dropped} if t.dropped else {"seconds": [float(f"{s:.4g}") for s in t.seconds]})
             for t in calibration.timings
         ],
@@ -309,6 +318,13 @@ def _timing(entry: Mapping[str, Any]) -> Timing:
     seconds, dropped = _seconds(entry), entry.get("dropped")
     if not isinstance(dropped, str | None) or (dropped is None) != bool(seconds):
         raise ValueError(f"dropped: got {dropped!r:.80} beside {len(seconds)} seconds, wanted a reason or seconds")
+    implementation = entry.get("implementation", "xla")  # tables from before there were kernels do not say
+    if implementation not in ("xla", "pallas"):
+        raise ValueError(f"implementation: got {implementation!r:.80}, wanted 'xla' or 'pallas'")
+    if implementation == "pallas":
+        if "chunk_size" in entry:
+            raise ValueError(f"chunk_size: got {entry['chunk_size']!r:.80} beside 'pallas', wanted none for kernels")
+        return Timing(length, 0, seconds, dropped, implementation)
     return Timing(length, _count(entry, "chunk_size", most=covering), seconds, dropped)
 
 

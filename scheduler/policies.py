@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 import numpy as np
 
 from mamba_jax.arguments import as_path
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.scheduler.signals import Estimator, Kind
 
 COARSE_BUCKETS = (32, 64, 128, 256, 512)
@@ -45,6 +46,7 @@ class Decision:
         guard_fired: whether a guard replaced the prediction by its fallback.
         policy: name of the policy.
         honoured: whether the chunk was run; whoever runs something else replaces this.
+        implementation: what ran the scans; policies choose chunks of XLA's.
     """
 
     length: int
@@ -55,6 +57,7 @@ class Decision:
     policy: str
     guard_fired: bool = False
     honoured: bool = True
+    implementation: Implementation = "xla"
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ class ProgramKey:
         chunk_size: of the scans, one for all layers or one a layer; 0 where there is none.
         placement: platform, device kind and sharding of the weights.
         variant: options that change the program ("greedy", "sample", an estimator).
-        implementation: of the ops: "xla", or "pallas" where kernels are taken as far as they go.
+        implementation: of the scans or steps: "xla" or "pallas".
     """
 
     kind: str
@@ -46,7 +46,8 @@ class ProgramKey:
     def __str__(self) -> str:
         variant = f" {self.variant}" if self.variant else ""
         chunk = f" chunk {self.chunk_size}" if self.chunk_size else ""
-        return f"{self.kind}{variant} batch {self.batch} length {self.length}{chunk} {self.dtype}"
+        kernels = "" if self.implementation == "xla" else f" {self.implementation}"
+        return f"{self.kind}{variant} batch {self.batch} length {self.length}{chunk} {self.dtype}{kernels}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,9 +57,9 @@ def test_what_ran_is_found_in_the_decisions(name):
     key = ran(plan, read_prompts(weights, [ids], policy)[2])
     assert [length for length, _, _ in key] == [segment.length for segment in plan.segments]
     if not plan.candidates:
-        assert key == tuple((segment.length, segment.chunk_size, None) for segment in plan.segments)
+        assert key == tuple((segment.length, segment.chunk_size, None, "xla") for segment in plan.segments)
     else:
-        assert [chunk for _, chunk, _ in key[:2]] == [segment.chunk_size for segment in plan.segments[:2]]
+        assert [chunk for _, chunk, *_ in key[:2]] == [segment.chunk_size for segment in plan.segments[:2]]
         assert [watch is not None for _, _, watch in key] == [i < len(key) - 2 for i in range(len(key))]
         assert set(key) <= set(plan.programs)
 

@@ -94,17 +94,17 @@ def test_a_statistic_chooses_from_the_third_segment_on():
     assert plan.candidates == {2048: (32, 64, 128, 256, 512)}
     watch = planning.watch_for(as_policy("corey-default"))
     assert [segment.watch for segment in plan.segments] == [watch, watch, None, None]
-    chosen = {(2048, size, None) for size in (32, 64, 128, 256, 512)}
-    assert set(plan.programs) == {(2048, 128, watch)} | chosen
+    chosen = {(2048, size, None, "xla") for size in (32, 64, 128, 256, 512)}
+    assert set(plan.programs) == {(2048, 128, watch, "xla")} | chosen
     longer = make_plan(model, 1, 5 * 2048, as_policy("corey-default")).programs
-    assert set(longer) == chosen | {(2048, size, watch) for size in (32, 64, 128, 256, 512)}
+    assert set(longer) == chosen | {(2048, size, watch, "xla") for size in (32, 64, 128, 256, 512)}
 
 
 def test_what_a_statistic_cannot_choose_for_is_read_as_without_a_policy():
     model = Model(MODEL.config, "float32", "gpu", "Unknown Device")
     short = make_plan(model, 1, LAG * 2048, as_policy("corey-default"))
     assert short.candidates == {}
-    assert short.programs == make_plan(model, 1, LAG * 2048).programs == ((2048, 128, None),)
+    assert short.programs == make_plan(model, 1, LAG * 2048).programs == ((2048, 128, None, "xla"),)
 
 
 @pytest.mark.usefixtures("measured")

@@ -133,7 +133,7 @@ def test_temporaries_do_not_grow_with_the_prompt():
     """A prompt goes through segments of at most 2048 positions; no decay matrix of one is in memory."""
     config = dataclasses.replace(layers_of("mamba2-130m", 1), vocab_size=16)
     params = tpu.abstract_params(config, "bfloat16", tpu.topology_devices("v6e:1x1")[0])
-    memory = lower_shapes(params, Spec("prefill", 1, 2048, 128), "pallas").compile().memory_analysis()
+    memory = lower_shapes(params, Spec("prefill", 1, 2048, 128, implementation="pallas")).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2048 * 4 * config.in_proj_width * 2 / 2
 
 

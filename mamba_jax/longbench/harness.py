@@ -17,8 +17,10 @@ from mamba_jax.longbench.data import Sample, find_tasks, load_samples
 from mamba_jax.longbench.metrics import require_rouge, score_prediction
 from mamba_jax.longbench.prompts import Template, cut_middle, load_templates
 from mamba_jax.longbench.summary import Summary, summarize
+from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import Params
-from mamba_jax.planning import DEFAULT_POLICY, as_policy
+from mamba_jax.planning import DEFAULT_POLICY, as_policy, decode_implementation, reading_implementation
+from mamba_jax.programs import model_of, program_weights
 from mamba_jax.progress import track
 from mamba_jax.scheduler.policies import Policy
 from mamba_jax.text import Tokenizer
@@ -53,6 +55,7 @@ def run(
     max_new_tokens: int | None = None,
     batch: int = 1,
     policy: Policy | str | None = None,
+    implementation: Implementation | None = None,
     tokenizer: Tokenizer | str | None = None,
     shard: tuple[int, int] | None = None,
 ) -> Summary:
@@ -74,11 +77,13 @@ def run(
         max_new_tokens: most tokens of an answer, whatever the task; None takes the task's own.
         batch: samples run together, those of like lengths; speed, and rounding where weights have 16 bits.
         policy: decides chunk sizes; speed only. As in `generate`.
+        implementation: of scans and steps, as in `generate`.
         tokenizer: one to use instead of the checkpoint's, or the folder of one.
         shard: (i, n) runs the i-th of n parts only, i from 1, for n processes; `merge` puts them together.
 
     Raises:
         ValueError: if an argument or a file does not fit, or `out` holds a run of another configuration.
+        NotImplementedError: if implementation is "pallas" and the kernels do not take the model, batch or device.
         ImportError: if the package `rouge` is missing.
     """
     _check(max_length=max_length, max_new_tokens=max_new_tokens, batch=batch, shard=shard)
@@ -89,6 +94,9 @@ def run(
         )
     loaded = text_lib.load_tokenizer(source) if isinstance(source, str) else source
     chosen, folder = as_policy(policy, params.config.n_layer), as_path("out", out)
+    model = model_of(program_weights(params))
+    reading_implementation(model, batch, chosen, implementation)  # raises if there is none
+    decode_implementation(model, batch, implementation)
     found = _tasks(as_path("data", data), tasks, offset, max_samples, max_new_tokens, shard or (1, 1))
     require_rouge()
     config = {
@@ -97,6 +105,7 @@ def run(
         "dtype": params.dtype.name,
         "tokenizer": source if isinstance(source, str) else str(getattr(source, "name_or_path", "")),
         "policy": DEFAULT_POLICY if chosen is None else chosen.name,
+        "implementation": implementation,
         "offset": offset,
         "max_samples": max_samples,
         "max_length": max_length,
@@ -124,7 +133,7 @@ def run(
                 left = [prompt for prompt in prompts if prompt.sample.index not in finished]
                 if not left:
                     continue
-                new = _answer(params, task, left, loaded, chosen)
+                new = _answer(params, task, left, loaded, chosen, implementation)
                 records.append_lines(path, new)
                 finished |= {record["index"]: record for record in new}
                 advance(len(new))
@@ -244,11 +253,18 @@ def _batches(task: _Task, tokenizer: Tokenizer, max_length: int | None, batch: i
 
 
 def _answer(
-    params: Params, task: _Task, prompts: list[_Prompt], tokenizer: Tokenizer, policy: Policy | None
+    params: Params,
+    task: _Task,
+    prompts: list[_Prompt],
+    tokenizer: Tokenizer,
+    policy: Policy | None,
+    implementation: Implementation | None,
 ) -> list[dict[str, Any]]:
     """Generate for one batch; its records."""
     rows, length = [prompt.ids for prompt in prompts], task.template.max_new_tokens
-    results: Any = generate(params, rows, max_new_tokens=length, policy=policy, tokenizer=tokenizer)  # a list, as rows
+    results: Any = generate(  # a list, as rows
+        params, rows, max_new_tokens=length, policy=policy, implementation=implementation, tokenizer=tokenizer
+    )
     return [_record(task.name, *pair, len(prompts)) for pair in zip(prompts, results, strict=True)]
 
 
@@ -271,5 +287,6 @@ def _record(task: str, prompt: _Prompt, result: Generation, batch: int) -> dict[
         "latency_s": timings["prefill_s"] + timings["decode_s"],
         "tokens_per_s": timings["tokens_per_s"],
         "entropy": float(np.mean(statistics)) if statistics else None,
+        "decoded_by": result.decoded_by,
         "decisions": [dataclasses.asdict(decision) for decision in result.decisions],
     }

@@ -4,13 +4,14 @@ Everything is a pure function of `Params`; layers are unrolled, since a scan ove
 weights every step (docs/design.md, "Layers").
 """
 
+import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.arguments import BYTES, describe
@@ -18,15 +19,19 @@ from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
 from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
-from mamba_jax.ops.dispatch import Implementation, Kernel, check_implementation, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, check_implementation, declined_on, dispatch
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
 from mamba_jax.pallas_kernels.gpu import mamba1_step as mamba1_gpu
 from mamba_jax.pallas_kernels.gpu import mamba2_step as mamba2_gpu
 from mamba_jax.pallas_kernels.gpu import matvec as matvec_kernel
+from mamba_jax.pallas_kernels.gpu import selective_scan as scan_gpu
+from mamba_jax.pallas_kernels.gpu import ssd as ssd_gpu
 from mamba_jax.pallas_kernels.tpu import mamba1_step as mamba1_tpu
 from mamba_jax.pallas_kernels.tpu import mamba2_step as mamba2_tpu
-from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params
+from mamba_jax.pallas_kernels.tpu import selective_scan as scan_tpu
+from mamba_jax.pallas_kernels.tpu import ssd as ssd_tpu
+from mamba_jax.params import Layer, Mamba1Layer, Params, check_axes, check_params, param_shapes
 from mamba_jax.scheduler.chunks import ChunkSize, as_chunk_size, default_chunk_size
 from mamba_jax.scheduler.signals import Watch, every_kth_layer
 from mamba_jax.tracing import default_rules
@@ -126,8 +131,7 @@ def decode_step(
 def head(params: Params, hidden: Float[Array, "... m"]) -> Float[Array, "... v"]:
     """Float32 logits of final hidden states."""
     with jax.named_scope("head"):
-        weight = params.embedding if params.lm_head is None else params.lm_head
-        return linear(hidden, weight, out_dtype=jnp.float32)
+        return linear(hidden, _head_weight(params), out_dtype=jnp.float32)
 
 
 def last_valid(x: Float[Array, "b l m"], lengths: Int[Array, "b"] | None) -> Float[Array, "b m"]:
@@ -346,20 +350,24 @@ def _step_layer(
         kernel = mamba1_tpu if isinstance(layer, Mamba1Layer) else mamba2_tpu
         return step(layer, residual, conv, ssm, kernel.mix)
 
-    batch = residual.shape[0]
-    if isinstance(layer, Mamba1Layer):
-        declined = mamba1_gpu.declines(layer, config, batch), mamba1_tpu.declines(layer, config, conv, ssm)
-    else:
-        declined = mamba2_gpu.declines(layer, config, batch), mamba2_tpu.declines(layer, config, conv, ssm)
+    declined = _step_declines(layer, config, conv, ssm)
     chosen = dispatch(implementation, xla=step, cuda=Kernel(cuda, declined[0]), tpu=Kernel(tpu, declined[1]))
     return chosen(layer, residual, conv, ssm)
+
+
+def _step_declines(layer: Layer, config: MambaConfig, conv: Array, ssm: Array) -> tuple[str | None, str | None]:
+    """Why the kernels for GPUs do not step a layer, and why those for TPUs do not."""
+    batch = conv.shape[0]
+    if isinstance(layer, Mamba1Layer):
+        return mamba1_gpu.declines(layer, config, batch), mamba1_tpu.declines(layer, config, conv, ssm)
+    return mamba2_gpu.declines(layer, config, batch), mamba2_tpu.declines(layer, config, conv, ssm)
 
 
 def _step_head(
     params: Params, residual: Float[Array, "b m"], implementation: Implementation | None
 ) -> Float[Array, "b v"]:
     config = params.config
-    weight = params.embedding if params.lm_head is None else params.lm_head
+    weight = _head_weight(params)
 
     def xla(residual: Array, norm: Array, norm_bias: Array | None, weight: Array) -> Array:
         hidden = _block_norm(config, residual, norm, norm_bias)
@@ -372,12 +380,43 @@ def _step_head(
         )
         return logits
 
-    declined = matvec_kernel.declines(weight, batch=residual.shape[0])
-    if config.block_norm != "rms":
-        declined = "a LayerNorm before the head"
+    declined = _head_declines(params, residual.shape[0])
     # A TPU's matrix unit takes a few rows as it takes many: XLA's product is all that a kernel could be there.
     chosen = dispatch(implementation, xla=xla, cuda=Kernel(cuda, declined), tpu=Kernel(xla, None))
     return chosen(residual, params.norm_f, params.norm_f_bias, weight)
+
+
+def _head_declines(params: Params, batch: int) -> str | None:
+    """Why the kernel for GPUs is not the head's."""
+    if params.config.block_norm != "rms":
+        return "a LayerNorm before the head"
+    return matvec_kernel.declines(_head_weight(params), batch)
+
+
+def _head_weight(params: Params) -> Float[Array, "v m"]:
+    return params.embedding if params.lm_head is None else params.lm_head
+
+
+def kernels_decline(config: MambaConfig, dtype: DTypeLike, batch: int, platform: str) -> tuple[str | None, str | None]:
+    """Why a platform's kernels do not read so many rows of a model, and why they do not step them; None if they do.
+
+    What is read is neither packed nor on several devices.
+    """
+    params = param_shapes(dataclasses.replace(config, n_layer=1), dtype)
+    cache = jax.eval_shape(lambda: init_cache(params.config, batch, params.dtype))
+    layer: Any = params.layers[0]
+
+    def inputs(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, 1, *shape), params.dtype)
+
+    if config.layer == "mamba1":
+        x, A = inputs(config.d_inner), layer.A_log
+        reading = declined_on(platform, scan_gpu.declines(x, A), scan_tpu.declines(x, x, A))
+    else:
+        x, B = inputs(config.nheads, config.headdim), inputs(config.ngroups, config.d_state)
+        reading = declined_on(platform, ssd_gpu.declines(x, B), ssd_tpu.declines(x, B), hopper_only=True)
+    layers = declined_on(platform, *_step_declines(layer, params.config, cache.conv[0], cache.ssm[0]))
+    return reading, layers or declined_on(platform, _head_declines(params, batch), None)
 
 
 def _block_norm(config: MambaConfig, residual: Array, weight: Array, bias: Array | None) -> Array:

@@ -17,6 +17,8 @@ Implementation = Literal["xla", "pallas"]
 # TPU not before they have run on one: compiled for TPUs and interpreted they have been.
 KERNELS_BY_DEFAULT: frozenset[str] = frozenset()
 
+ON_MESH = "arrays on a mesh of several devices"  # XLA cannot split a kernel
+
 
 class Kernel(NamedTuple):
     """A platform's kernel for an op, of the same arguments and results: pytrees of arrays."""
@@ -63,7 +65,10 @@ def dispatch(
     check_implementation(implementation)
     if implementation == "xla" or (implementation is None and not KERNELS_BY_DEFAULT):
         return xla
-    declined = {"cuda": cuda.declined or _device_lacks(hopper_only), "tpu": tpu.declined}
+    declined = {
+        platform: declined_on(platform, cuda.declined, tpu.declined, hopper_only=hopper_only)
+        for platform in ("cuda", "tpu")
+    }
     kernels = {
         platform: with_gradient(kernel.run, xla)
         for platform, kernel in (("cuda", cuda), ("tpu", tpu))
@@ -78,14 +83,26 @@ def dispatch(
         if implementation is None:
             return xla(*args) if on_mesh or not kernels else jax.lax.platform_dependent(*args, **kernels, default=xla)
         at_hand = lowered_for(jax.default_backend())
-        why = declined.get(at_hand, f"a device of platform {at_hand}") or (
-            "arrays on a mesh of several devices" if on_mesh else None
-        )
+        why = declined[at_hand] if at_hand in declined else declined_on(at_hand, None, None)
+        why = why or (ON_MESH if on_mesh else None)
         if why is not None:
             raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
         return jax.lax.platform_dependent(*args, **kernels, cpu=next(iter(kernels.values())))
 
     return choose
+
+
+def declined_on(platform: str, cuda: str | None, tpu: str | None, *, hopper_only: bool = False) -> str | None:
+    """Why no kernel runs on a platform; None if its kernel does.
+
+    Args:
+        platform: of a device or backend.
+        cuda: why the kernel for NVIDIA GPUs does not take the arguments; None if it does.
+        tpu: why that for TPUs does not.
+        hopper_only: as in `dispatch`.
+    """
+    declined = {"cuda": cuda or _device_lacks(hopper_only), "tpu": tpu}
+    return declined.get(lowered_for(platform), f"a device of platform {platform}")
 
 
 def with_gradient(pallas: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
