@@ -39,7 +39,6 @@ from bench.specs import (
 )
 from mamba_jax import Params, cast_params, forward, generate, init_cache, init_params, load, step
 from mamba_jax.cache import MambaCache
-from mamba_jax.ops import dispatch
 from mamba_jax.ops.reference import selective_scan_ref, ssd_ref
 from mamba_jax.ops.scan import selective_scan
 from mamba_jax.ops.ssd import ssd
@@ -352,7 +351,6 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON.")] = Path("gpu.json"),
 ) -> None:
     """Check and time the kernels for NVIDIA GPUs."""
-    dispatch.KERNELS_BY_DEFAULT = frozenset({"cuda"})
     console = Console(width=150)
     report: dict[str, Any] = {**environment("gpu"), "sections": []}
     start = time.perf_counter()

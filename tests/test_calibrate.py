@@ -121,3 +121,29 @@ def test_generation_needs_no_home_and_no_good_table(params, tmp_path, monkeypatc
     planning.forget_choices()
     (record,) = caplog.records
     assert "no table of timings" in record.getMessage()
+
+
+def test_kernels_are_timed_once_a_length_where_they_take_the_model(params, tmp_path, monkeypatch):
+    class Run:
+        def __init__(self, _, spec, table):
+            self.spec = spec
+
+        def sample(self):
+            return 1.0 if self.spec.implementation == "xla" else 0.5
+
+    monkeypatch.setattr(lib, "_Run", Run)
+    monkeypatch.setattr(lib, "_compile", lambda *_: {})
+    quick = QUICK | {"lengths": (16, 32), "chunk_sizes": (16, 32)}
+    (found,) = mamba_jax.calibrate(params, folder=tmp_path, **quick)
+    assert {timing.implementation for timing in found.timings} == {"xla"}  # the CPU has none
+    monkeypatch.setattr(planning, "kernels_decline", lambda *_: (None, "no steps"))
+    planning.forget_choices()
+    (found,) = mamba_jax.calibrate(params, folder=tmp_path, **quick)
+    kernels = [timing for timing in found.timings if timing.implementation == "pallas"]
+    assert [(timing.length, timing.chunk_size, timing.seconds) for timing in kernels] == [
+        (16, 0, (0.5, 0.5)),
+        (32, 0, (0.5, 0.5)),
+    ]
+    assert {length: timing.implementation for length, timing in found.best.items()} == {16: "pallas", 32: "pallas"}
+    monkeypatch.undo()
+    planning.forget_choices()

@@ -1,22 +1,26 @@
 """Plans: the static choice by measured tables or rules, policies, what a statistic may choose at run time."""
 
+import dataclasses
 import itertools
 import time
 
+import jax
 import numpy as np
 import pytest
 
 import mamba_jax
-from mamba_jax import planning
+from mamba_jax import init_params, planning
 from mamba_jax.calibrate import _turns
 from mamba_jax.models.lm import hidden_states
+from mamba_jax.ops import dispatch
 from mamba_jax.planning import LAG, Careful, Model, as_policy, choices, decide, make_plan, programs_for
-from mamba_jax.programs import Spec
+from mamba_jax.programs import BLOCK, Spec, lower_shapes
 from mamba_jax.scheduler.calibration import Calibration, Timing, write_calibration
 from mamba_jax.scheduler.chunks import default_chunk_size
 from mamba_jax.scheduler.policies import Decision, LearnedTable, PerLayer, Rule, Static
 from tests.tiny import tiny_config, tiny_params
 
+ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 MODEL = Model(tiny_config("mamba2"), "float32", "gpu", "Planned Device")
 
 
@@ -259,3 +263,104 @@ def test_calibration_takes_the_chunk_sizes_of_a_length_one_after_the_other_in_an
     assert len({tuple(each) for each in rounds}) == 4
     for each in rounds:
         assert len([length for length, _ in itertools.groupby(spec.length for spec in each)]) == 3
+
+
+KERNEL_MODEL = Model(
+    tiny_config("mamba2", d_inner=256, d_model=256, d_state=64, headdim=64, vocab_size=64), "bfloat16", "gpu", "Kernels"
+)
+
+
+@pytest.fixture
+def kernels_measured(tmp_path, monkeypatch):
+    """Kernels are faster at 64 positions and slower at 16; at 512 XLA's ops were not measured."""
+    monkeypatch.setenv("MAMBA_JAX_CACHE", str(tmp_path))
+    timings = [Timing(16, 16, (1.0,)), Timing(64, 16, (3.0,)), Timing(64, 32, (2.0,))]
+    timings += [Timing(length, 0, (s,), None, "pallas") for length, s in ((16, 1.5), (64, 1.75), (512, 9.0))]
+    shape = planning.shape_of(KERNEL_MODEL, 1)
+    write_calibration(Calibration(KERNEL_MODEL.device, shape, "0.11.2", "2026-01-01", tuple(timings)))
+    planning.forget_choices()
+    yield
+    monkeypatch.undo()
+    planning.forget_choices()
+
+
+def ran_by(plan):
+    return [(segment.length, segment.implementation, segment.seconds) for segment in plan.segments]
+
+
+@pytest.mark.usefixtures("kernels_measured")
+def test_tables_choose_the_implementation_with_the_chunk_size():
+    plan = make_plan(KERNEL_MODEL, 1, 590)
+    assert ran_by(plan) == [(512, "pallas", 9.0), (64, "pallas", 1.75), (16, "xla", 1.0)]
+    assert [decision.implementation for segment in plan.segments for decision in segment.decisions] == [
+        "pallas",
+        "pallas",
+        "xla",
+    ]
+    assert ran_by(make_plan(KERNEL_MODEL, 1, 80, implementation="xla")) == [(64, "xla", 2.0), (16, "xla", 1.0)]
+    assert ran_by(make_plan(KERNEL_MODEL, 1, 80, implementation="pallas")) == [
+        (64, "pallas", 1.75),
+        (16, "pallas", 1.5),
+    ]
+    by_policy = make_plan(KERNEL_MODEL, 1, 80, as_policy("static:32"))
+    assert {segment.implementation for segment in by_policy.segments} == {"xla"}
+
+
+@pytest.mark.usefixtures("kernels_measured")
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"devices": 2}])
+def test_kernels_are_planned_only_where_they_take_the_model(change):
+    model = dataclasses.replace(KERNEL_MODEL, **change)
+    assert {segment.implementation for segment in make_plan(model, 1, 590).segments} == {"xla"}
+    with pytest.raises(NotImplementedError, match="got 'pallas', but the kernels do not take"):
+        make_plan(model, 1, 590, implementation="pallas")
+
+
+@pytest.mark.parametrize("default", [(), ("cuda",)])
+def test_where_nobody_measured_kernels_the_default_of_the_platform_decides(monkeypatch, default):
+    monkeypatch.setattr(dispatch, "KERNELS_BY_DEFAULT", frozenset(default))
+    planning.forget_choices()
+    wanted = "pallas" if default else "xla"
+    plan = make_plan(KERNEL_MODEL, 1, 590)
+    assert {segment.implementation for segment in plan.segments} == {wanted}
+    assert plan.seconds is None
+    assert planning.decode_implementation(KERNEL_MODEL, 1) == wanted
+    assert planning.decode_implementation(dataclasses.replace(KERNEL_MODEL, dtype="float32"), 1) == "xla"
+    assert planning.decode_implementation(dataclasses.replace(KERNEL_MODEL, platform="cpu"), 1) == "xla"
+    monkeypatch.undo()
+    planning.forget_choices()
+
+
+@pytest.mark.usefixtures("kernels_measured")
+def test_a_range_of_lengths_wants_the_kernels_that_its_plans_run():
+    found = programs_for(KERNEL_MODEL, 1, 1, 700)
+    assert set(found) == {one for length in range(1, 701) for one in make_plan(KERNEL_MODEL, 1, length).programs}
+    assert {(one.length, one.implementation) for one in found} == {(16, "xla"), (64, "pallas"), (512, "pallas")}
+
+
+@pytest.mark.usefixtures("kernels_measured")
+def test_programs_hold_kernels_where_the_plan_says_so_and_nowhere_else():
+    params = jax.eval_shape(lambda: init_params(KERNEL_MODEL.config, jax.random.key(0), "bfloat16"))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE_DEVICE), params)
+    for reading in make_plan(KERNEL_MODEL, 1, 80).programs:
+        text = lower_shapes(params, Spec("prefill", 1, *reading), platform="cuda").as_text()
+        assert ("mosaic_gpu" in text) == (reading.implementation == "pallas")
+    for implementation in ("xla", "pallas"):
+        text = lower_shapes(params, Spec("decode", 1, BLOCK, implementation=implementation), platform="cuda").as_text()
+        assert ("mosaic_gpu" in text) == (implementation == "pallas")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"implementation": "triton"}, ValueError, "implementation: got 'triton', wanted None, 'xla' or 'pallas'"),
+        ({"implementation": "pallas"}, NotImplementedError, "implementation: got 'pallas', but .* platform cpu"),
+        ({"implementation": "pallas", "policy": "length"}, ValueError, "policy: got 'length' beside .*'pallas'"),
+    ],
+)
+def test_an_implementation_that_cannot_be_had_is_named(arguments, error, message):
+    params = tiny_params("mamba2")
+    with pytest.raises(error, match=message):
+        mamba_jax.generate(params, [1, 2, 3], max_new_tokens=2, **arguments)
+    with pytest.raises(error, match=message):
+        mamba_jax.perplexity(params, [1, 2, 3], **arguments)
+    assert mamba_jax.generate(params, [1, 2, 3], max_new_tokens=2, implementation="xla").decoded_by == "xla"

@@ -13,9 +13,9 @@ from jax.custom_batching import custom_vmap
 
 Implementation = Literal["xla", "pallas"]
 
-# The platforms ("cuda", "tpu") on which None takes kernels. CUDA not before tables of timings are measured with them,
-# TPU not before they have run on one: compiled for TPUs and interpreted they have been.
-KERNELS_BY_DEFAULT: frozenset[str] = frozenset()
+# The platforms ("cuda", "tpu") on which None takes kernels. TPU not before they have run on one: compiled for TPUs and
+# interpreted they have been.
+KERNELS_BY_DEFAULT = frozenset({"cuda"})
 
 ON_MESH = "arrays on a mesh of several devices"  # XLA cannot split a kernel
 

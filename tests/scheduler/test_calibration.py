@@ -226,3 +226,29 @@ def test_there_are_tables_of_a_cpu_and_of_an_h200():
 def test_devices_have_names():
     assert device_name("gpu", "NVIDIA H200") == "NVIDIA H200"
     assert device_name("cpu", "cpu").endswith("cores")
+
+
+def test_kernels_are_timed_by_length_alone_and_older_tables_are_xla_s(folder):
+    timings = (Timing(64, 32, (2.0,)), Timing(64, 0, (1.0,), None, "pallas"), Timing(16, 0, (), "no memory", "pallas"))
+    path = write_calibration(dataclasses.replace(measured(shape()), timings=timings))
+    assert read_calibrations(path)[0].timings == timings
+    assert read_calibrations(path)[0].best == {64: timings[1]}
+    entries = json.loads(path.read_text())["calibrations"][0]["timings"]
+    assert "implementation" not in entries[0]
+    assert "chunk_size" not in entries[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "triton"}, "implementation: got 'triton', wanted 'xla' or 'pallas'"),
+        ({"implementation": "pallas"}, "chunk_size: got 32 beside 'pallas', wanted none"),
+    ],
+)
+def test_an_entry_of_no_implementation_is_named(folder, change, message):
+    path = write_calibration(dataclasses.replace(measured(shape()), timings=(Timing(64, 32, (2.0,)),)))
+    content = json.loads(path.read_text())
+    content["calibrations"][0]["timings"][0] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_calibrations(path)
