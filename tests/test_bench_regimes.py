@@ -55,12 +55,12 @@ def test_what_ran_is_found_in_the_decisions(name):
     ids, policy = [5] * (3 * 2048 + 100), as_policy(name)
     plan = make_plan(model_of(weights), 1, len(ids), policy)
     key = ran(plan, read_prompts(weights, [ids], policy)[2])
-    assert [length for length, _, _ in key] == [segment.length for segment in plan.segments]
+    assert [reading.length for reading in key] == [segment.length for segment in plan.segments]
     if not plan.candidates:
         assert key == tuple((segment.length, segment.chunk_size, None, "xla") for segment in plan.segments)
     else:
-        assert [chunk for _, chunk, *_ in key[:2]] == [segment.chunk_size for segment in plan.segments[:2]]
-        assert [watch is not None for _, _, watch in key] == [i < len(key) - 2 for i in range(len(key))]
+        assert [reading.chunk_size for reading in key[:2]] == [segment.chunk_size for segment in plan.segments[:2]]
+        assert [reading.watch is not None for reading in key] == [i < len(key) - 2 for i in range(len(key))]
         assert set(key) <= set(plan.programs)
 
 
@@ -74,10 +74,8 @@ def test_the_same_programs_are_timed_once_but_for_the_default():
 
 
 def test_chunk_sizes_share_the_positions():
-    assert chunk_shares([((64, 16, None), (32, (16, 32), None)), ((32, 32, None),)]) == {
-        "16": pytest.approx(80 / 128),
-        "32": pytest.approx(48 / 128),
-    }
+    keys = [((64, 16, None, "xla"), (32, (16, 32), None, "xla")), ((32, 32, None, "xla"),)]
+    assert chunk_shares(keys) == {"16": pytest.approx(80 / 128), "32": pytest.approx(48 / 128)}
 
 
 def test_the_oracle_is_met_in_rounds_that_did_not_choose_it():

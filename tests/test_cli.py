@@ -102,9 +102,10 @@ def test_generate_json_has_the_fields_of_generation(run, model, params):
     code, out, _ = run("generate", PROMPT, "-m", model, "--max-new-tokens", 5, "--json")
     got = strict_json(out)
     assert code == 0
-    assert list(got) == ["tokens", "text", "logprobs", "finish_reason", "timings"]
+    assert list(got) == ["tokens", "text", "logprobs", "finish_reason", "timings", "decoded_by", "read_by"]
     assert got["tokens"] == want.tokens
     assert got["text"] == want.text
+    assert (got["decoded_by"], set(got["read_by"])) == ("xla", {"xla"})
     assert got["finish_reason"] == want.finish_reason
     np.testing.assert_allclose(got["logprobs"], want.logprobs, rtol=1e-6)
     assert all(value >= 0 for value in got["timings"].values())

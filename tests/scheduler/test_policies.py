@@ -159,6 +159,7 @@ def test_choices_are_records():
         "policy": "static:64",
         "guard_fired": False,
         "honoured": True,
+        "implementation": "xla",
     }
 
 
