@@ -299,7 +299,7 @@ def profile(names: tuple[str, ...], batches: tuple[int, ...]) -> Iterator[Sectio
             rows = kernels_of(functools.partial(decoded, params, prompts, SHORT), SHORT)
             yield Section(f"Decode of {name}, batch {batch}", rows, f"{SHORT} tokens, traced; a token")
         for length in PREFILLED.get(name, ())[:1]:
-            rows = kernels_of(Prefill(params, length, 128), 1)
+            rows = kernels_of(Prefill(params, length, 128, "pallas"), 1)
             yield Section(f"Prefill of {name}, {length} tokens", rows, "one compiled program, traced; a call")
 
 
