@@ -12,7 +12,7 @@ from mamba_jax.planning import as_policy, choices, make_plan
 from mamba_jax.programs import model_of
 from tests.tiny import tiny_params
 
-KEY = ((64, 16, None),)
+KEY = ((64, 16, None, "xla"),)
 
 
 def test_the_first_difference_is_found():
@@ -35,7 +35,7 @@ def test_what_differs_is_counted_and_its_margin_told():
     baseline = Outcome([[1, 2], [3, 4]], [[-1.0, -2.0], [-1.0, -1.0]], [-8.0, -10.0], [KEY, KEY])
     same = compare(params, prompts, baseline, baseline)
     assert (same["equal"], same["differing"], same["perplexity_ratio"], same["same_programs"]) == (2, [], 1.0, 2)
-    other = Outcome([[1, 2], [3, 9]], [[-1.0, -2.5], [-1.25, -7.0]], [-8.0, -9.0], [KEY, ((64, 32, None),)])
+    other = Outcome([[1, 2], [3, 9]], [[-1.0, -2.5], [-1.25, -7.0]], [-8.0, -9.0], [KEY, ((64, 32, None, "xla"),)])
     row = compare(params, prompts, other, baseline)
     assert (row["equal"], row["prompts"], row["same_programs"]) == (1, 2, 1)
     assert row["logprob_apart"] == 0.5  # up to the first difference

@@ -65,7 +65,7 @@ def test_what_ran_is_found_in_the_decisions(name):
 
 
 def test_the_same_programs_are_timed_once_but_for_the_default():
-    same, other = ((64, 16, None),), ((64, 32, None),)
+    same, other = ((64, 16, None, "xla"),), ((64, 32, None, "xla"),)
     keys = {"static:16": same, "static:32": other, DEFAULT: same, "length": other, "midpoint": same}
     owners = owners_of(keys)
     assert owners["length"] == "static:32"
