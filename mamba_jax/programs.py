@@ -195,12 +195,17 @@ def decode_block(
     batch, vocab = state.logits.shape
     ids = jnp.arange(vocab)
 
+    def over(finished: Array, last: Array) -> Array:
+        return finished | ((last >= 0) & options.stop[last])
+
     def unfinished(carry: tuple[Array, DecodeState, Array, Array]) -> Array:
-        i, state, _, _ = carry
-        return (i < limit) & ~jnp.all(state.finished)
+        i, state, last, _ = carry
+        return (i < limit) & ~jnp.all(over(state.finished, last))
 
     def body(carry: tuple[Array, DecodeState, Array, Array]) -> tuple[Array, DecodeState, Array, Array]:
-        i, state, tokens, logprobs = carry
+        i, state, last, written = carry
+        # A row alone in its batch ends the loop when it has finished: in here it has not.
+        finished = state.finished if batch == 1 else over(state.finished, last)
         with jax.named_scope("choose"):
             if options.sampler is None or options.keys is None or state.seen is None:
                 token, total = choose_greedily(state.logits, options.valid_vocab)
@@ -209,24 +214,23 @@ def decode_block(
                 token = sample(logits, options.keys, state.position, options.sampler, state.seen)
                 total = jax.nn.logsumexp(state.logits, axis=-1)
             logprob = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0] - total
-            emitted = jnp.where(state.finished, -1, token)
+            emitted = token if batch == 1 else jnp.where(finished, -1, token)
         new_logits, cache = decode_step(params, token, state.cache, implementation=implementation)
-        if batch > 1:  # a finished row stays where it is; alone it ends the loop
-            keep = functools.partial(_keep_finished, state.finished)
+        if batch > 1:  # a finished row stays where it is
+            keep = functools.partial(_keep_finished, finished)
             new_logits, cache = jax.tree.map(keep, (state.logits, state.cache), (new_logits, cache))
         seen = None if state.seen is None else state.seen.at[jnp.arange(batch), token].set(True)
-        state = DecodeState(
-            cache=cache,
-            logits=new_logits,
-            finished=state.finished | options.stop[token],
-            position=state.position + 1,
-            seen=seen,
-        )
-        return i + 1, state, tokens.at[:, i].set(emitted), logprobs.at[:, i].set(logprob)
+        state = DecodeState(cache=cache, logits=new_logits, finished=finished, position=state.position + 1, seen=seen)
+        pair = jnp.stack([emitted, jax.lax.bitcast_convert_type(logprob, jnp.int32)], axis=-1)[:, None]
+        return i + 1, state, emitted, jax.lax.dynamic_update_slice_in_dim(written, pair, i, axis=1)
 
-    empty = jnp.full((batch, BLOCK), -1, jnp.int32), jnp.zeros((batch, BLOCK), jnp.float32)
-    _, state, tokens, logprobs = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, *empty))
-    return state, tokens, logprobs
+    # Tokens and log-probabilities as bits in one array, and stop tokens looked up a turn later where the end is asked
+    # for: each saves a GPU a kernel as short as its launch.
+    nothing = jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (batch, BLOCK, 2))
+    first = (jnp.int32(0), state, jnp.full((batch,), -1, jnp.int32), nothing)
+    _, state, last, written = jax.lax.while_loop(unfinished, body, first)
+    state = dataclasses.replace(state, finished=over(state.finished, last))
+    return state, written[:, :, 0], jax.lax.bitcast_convert_type(written[:, :, 1], jnp.float32)
 
 
 def _keep_finished(finished: Bool[Array, "b"], old: Array, new: Array) -> Array:
