@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from mamba_jax.params import MAX_A_LOG
 
+LARGE_STEP = 2.0**60  # SSD takes step sizes beyond this in two factors: B.C dt may overflow where dt x does not
 FASTEST = -(2.0**127)  # finite in float32, also when a kernel divides it by log 2
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
 from mamba_jax.ops.dispatch import Implementation, Kernel, dispatch
-from mamba_jax.ops.dt import finite_rates, step_size
+from mamba_jax.ops.dt import LARGE_STEP, finite_rates, step_size
 from mamba_jax.ops.linear import einsum
 from mamba_jax.ops.segments import WIPE, ChunkPlan, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import ssd as gpu
@@ -36,7 +36,6 @@ _CPU_BLOCK = 1
 _BLOCK = 1 << 24
 
 _LONGEST = 2048  # positions of a chunk
-_LARGE = 2.0**60  # step sizes beyond this enter in two factors, since B.C dt may overflow where dt x does not
 
 
 class _Inputs(NamedTuple):
@@ -342,8 +341,8 @@ def _block(
     """
     raw_x, z, B, C, dt, dA = inputs
     dtype = raw_x.dtype
-    x = raw_x * jnp.maximum(dt / _LARGE, 1.0).swapaxes(3, 4)[..., None]
-    dt = jnp.minimum(dt, _LARGE)
+    x = raw_x * jnp.maximum(dt / LARGE_STEP, 1.0).swapaxes(3, 4)[..., None]
+    dt = jnp.minimum(dt, LARGE_STEP)
 
     coarse, fine = _running_sums(dA)
     decay = _decay(coarse[..., :, None] - coarse[..., None, :], fine[..., :, None] - fine[..., None, :])

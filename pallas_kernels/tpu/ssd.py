@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mamba_jax.ops.axes import pad_axis
+from mamba_jax.ops.dt import LARGE_STEP
 from mamba_jax.pallas_kernels.tpu.common import (
     LANES,
     VMEM_LIMIT,
@@ -163,6 +164,7 @@ def _kernel(x_ref, dt_ref, dA_ref, B_ref, C_ref, initial_ref, *refs, p, has_skip
         state_ref[...] = initial_ref[0, 0].T
 
     B, C, dt, dA = B_ref[0, 0], C_ref[0, 0], dt_ref[0, 0], dA_ref[0, 0]
+    enlarged, dt = jnp.maximum(dt / LARGE_STEP, 1.0).T, jnp.minimum(dt, LARGE_STEP)
     row, column = (lax.broadcasted_iota(jnp.int32, (q, q), axis) for axis in (0, 1))
     causal = row >= column
     coarse = jnp.round(dA * 64.0) * (1.0 / 64.0)
@@ -176,15 +178,15 @@ def _kernel(x_ref, dt_ref, dA_ref, B_ref, C_ref, initial_ref, *refs, p, has_skip
     carried_ref[...] = dot(C, state_ref[...], 1, 0, dtype)
     for i in range(width // p):
         mine = slice(i * p, (i + 1) * p)
-        x = x_ref[0, 0, :, mine]
+        raw_x = x_ref[0, 0, :, mine].astype(jnp.float32)
+        x = raw_x * enlarged[:, i : i + 1]
         exponent = _no_more_than_0(
             coarse_down[:, i : i + 1] - coarse[i : i + 1], fine_down[:, i : i + 1] - fine[i : i + 1]
         )
         decayed = jnp.where(causal, scores * jnp.exp(exponent) * dt[i : i + 1], 0.0)
         y = dot(decayed, x, 1, 0, dtype) + carried_ref[:, mine] * from_start[:, i : i + 1]
-        x = x.astype(jnp.float32)
         if has_skip:
-            y = y + skip_ref[0, :, mine] * x
+            y = y + skip_ref[0, :, mine] * raw_x
         if has_gate:
             y = y * silu(gate_ref[0, 0, :, mine].astype(jnp.float32))
         y_ref[0, 0, :, mine] = y.astype(dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.ops.cases import OPS, at, error, in_dtype, padded, piece
+from tests.ops.cases import OPS, at, end_of_float32, error, in_dtype, padded, piece
 from tests.tolerances import OP_ATOL, SPLIT_ATOL
 
 both = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -309,15 +309,7 @@ def test_huge_steps_in_a_chunk_of_any_size(op):
 @both
 @pytest.mark.parametrize("chunk", [8, 40])
 def test_steps_at_the_end_of_float32(op, chunk):
-    """Also with inputs that bring dt x back to common numbers, or to none, while B.C dt would overflow."""
-    inputs = op.inputs(op.small) | {"dt_softplus": False, "dt_bias": None}
-    inputs["dt"] = np.random.default_rng(6).uniform(0.01, 1.0, inputs["dt"].shape).astype(np.float32)
-    x, A = inputs["x"].copy(), inputs["A"].copy()
-    x[:, [3, 17]] *= 1e-35
-    x[:, [18, 39]] = 0.0
-    A[-1] = 0.0
-    inputs["dt"][:, [3, 17, 18, 39]] = 3e38
-    inputs |= {"x": x, "A": A, "B": 3 * inputs["B"], "D": inputs["D"] / 3}
+    inputs = end_of_float32(op.inputs(op.small))
     want, want_state = op.reference(**inputs)
     y, state = op.run(inputs, chunk_size=chunk)
     assert error(y, want) < OP_ATOL["float32"] * np.abs(want).max()

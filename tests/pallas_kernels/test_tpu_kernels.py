@@ -32,7 +32,7 @@ from mamba_jax.ops.ssd import ssd
 from mamba_jax.pallas_kernels.tpu import mamba1_step, mamba2_step
 from mamba_jax.pallas_kernels.tpu import selective_scan as scan_kernel
 from mamba_jax.pallas_kernels.tpu import ssd as ssd_kernel
-from tests.ops.cases import error, in_dtype, piece
+from tests.ops.cases import OPS, end_of_float32, error, in_dtype, piece
 from tests.tiny import tiny_params
 from tests.tolerances import OP_ATOL
 
@@ -117,6 +117,14 @@ def test_padding_may_hold_anything(interpreted):
     inputs["dt"][:, 10:] = np.nan
     _, state = selective_scan(**inputs, chunk_size=16, lengths=jnp.array([10]), implementation="pallas")
     assert error(state, selective_scan_ref(**piece(inputs, 0, 10))[1]) < OP_ATOL["float32"]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_steps_at_the_end_of_float32(op, interpreted):
+    """Steps above 2^60 enter SSD in two factors, as in XLA's op."""
+    (spec,) = (spec for spec in op.specs if spec.name == "full")
+    inputs = end_of_float32(op.inputs(dataclasses.replace(spec, b=1, l=140)))
+    check(op.scan(**inputs, chunk_size=16, implementation="pallas"), op.reference, inputs, "float32")
 
 
 STEPS = {
