@@ -34,12 +34,16 @@ from mamba_jax.tracing import default_rules
 BLOCK = 64  # most tokens one call of the decode program generates
 SCORE_BLOCK = 128  # positions whose logits exist at one time while scoring
 TABLE = ProgramTable()  # the process's programs
-# For XLA, by platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth slower in decoding.
+# For XLA, by kind of device or platform. Where a CPU has vectors of 512 bits, LLVM would use 256 of them: a tenth
+# slower in decoding.
 # A GPU runs the whole decode loop as one graph, so that no token waits for the host to ask whether there is another.
+# On a TPU v7x bfloat16 weights would lie in memory twice, the copy in tiles of 16 rows, from which a decode loop copies
+# the whole embedding back for each token.
 _GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE")
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_prefer_vector_width": 512},
     "gpu": {"xla_gpu_enable_command_buffer": ",".join(_GRAPHS)},
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0},
 }
 
 
@@ -347,7 +351,8 @@ def _trace_shapes(params: Params, spec: Spec) -> jax.stages.Traced:
     reading: Any = {"chunk_size": spec.chunk_size, "implementation": spec.implementation}
     sharding = params.embedding.sharding
     replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else sharding
-    compiler_options = COMPILER_OPTIONS.get(_device(params).platform)
+    device = _device(params)
+    compiler_options = COMPILER_OPTIONS.get(device.device_kind, COMPILER_OPTIONS.get(device.platform))
     jit = functools.partial(jax.jit, compiler_options=compiler_options, out_shardings=replicated)
 
     def placed(tree: Any) -> Any:

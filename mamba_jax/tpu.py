@@ -302,7 +302,7 @@ def _parameters(body: _Computation) -> list[str]:
 
 def _read(computations: dict[str, _Computation], body: _Computation, name: str) -> float:
     """Bytes of a value that a computation reads; infinite if it does not only slice it."""
-    total = 0.0
+    total = math.inf if body[name].root else 0.0
     for user_name, user in body.items():
         if name in user.operands:
             if user.kind in _SLICES:

@@ -199,6 +199,17 @@ PROGRAM = """HloModule jit_f, is_scheduled=true
   ROOT %row = bf16[1,8]{1,0:T(8,128)} dynamic-slice(%param_0, %param_1), dynamic_slice_sizes={1,8}
 }
 
+%same (param: f32[16]) -> f32[16] {
+  %param = f32[16]{0:T(128)} parameter(0)
+  ROOT %as_it_is = f32[16]{0:T(128)} bitcast(%param)
+}
+
+%negative (param: f32[16]) -> f32[16] {
+  %param = f32[16]{0:T(128)} parameter(0)
+  %handed_on = f32[16]{0:T(128)} fusion(%param), kind=kLoop, calls=%same
+  ROOT %less = f32[16]{0:T(128)S(1)} negate(%handed_on)
+}
+
 %until (carry: (s32[], f32[16])) -> pred[] {
   %limit = s32[]{:T(128)} constant(5)
   %carry = (s32[]{:T(128)}, f32[16]{0:T(128)}) parameter(0)
@@ -220,6 +231,7 @@ ENTRY %main (table: bf16[100,8], i: s32[], x: f32[16]) -> f32[16] {
   %i = s32[]{:T(128)S(6)} parameter(1)
   %x = f32[16]{0:T(128)} parameter(2)
   %row = bf16[1,8]{1,0:T(8,128)S(1)} fusion(%table, %i), kind=kLoop, calls=%slices
+  %minus = f32[16]{0:T(128)S(1)} fusion(%x), kind=kLoop, calls=%negative
   %fetch = (f32[16]{0:T(128)S(1)}, f32[16]{0:T(128)}, u32[]{:S(2)}) copy-start(%x)
   %fetched = f32[16]{0:T(128)S(1)} copy-done(%fetch)
   %sum = f32[16]{0:T(128)} all-reduce(%fetched), to_apply=%turn
@@ -231,8 +243,8 @@ ENTRY %main (table: bf16[100,8], i: s32[], x: f32[16]) -> f32[16] {
 
 
 def test_traffic_of_a_program():
-    # A row of the table; x fetched, and a sum written; five turns that read and write 16 numbers.
-    assert tpu.memory_traffic(PROGRAM) == 16 + 64 + 64 + 5 * 128
+    # A row of the table; x read through two fusions, x fetched, a sum written; five turns that read and write 16 numbers.
+    assert tpu.memory_traffic(PROGRAM) == 16 + 64 + 64 + 64 + 5 * 128
     assert tpu.memory_traffic(PROGRAM.replace("direction=LT", "direction=NE")) == 128  # a turn of a loop without end
     assert tpu.collectives(PROGRAM) == {"all-reduce": 1}
 
