@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,11 @@ def test_u87_u88_ssd_compiles(topology, h, p, g, n, length, dtype):
     rates = shape(h, dtype=jnp.float32)
     run = functools.partial(ssd, chunk_size=256, dt_softplus=True, implementation="pallas")
     compiled = compiled_for(topology, run, x, shape(1, length, h, dtype=dtype), rates, maps, maps)
-    assert 'custom_call_target="tpu_custom_call"' in compiled.as_text()
+    computations, entry = tpu._parse(compiled.as_text())
+    (kernel,) = (one for one in computations[entry].values() if "tpu_custom_call" in one.rest)
+    _, steps, exponents, *_ = (computations[entry][name].types[0] for name in kernel.operands)
+    assert steps.startswith("f32[")
+    assert exponents.startswith("f32[")
 
 
 @compiler
@@ -125,16 +130,27 @@ def test_a_prefill_computes_what_the_algorithm_asks_for(name, monkeypatch):
     row = compile_one("v6e:1x1", name, "prefill", 1024, "pallas")
     assert row["kernels"] == 1
     assert row["cache in place"]
+    assert row["temporaries"] < 1024 * 4 * PUBLISHED[name].in_proj_width  # nothing of an axis of positions twice
     assert 0.9 < row["FLOPs / algorithm's"] < 1.1
 
 
 @compiler
-def test_temporaries_do_not_grow_with_the_prompt():
-    """A prompt goes through segments of at most 2048 positions; no decay matrix of one is in memory."""
+def test_no_decay_matrix_or_mask_lies_in_memory_and_decays_are_float32():
+    """XLA's op: the mask is made on the chip, from nothing (the paper's Table 7); exponentials are float32 (Table 8)."""
     config = dataclasses.replace(layers_of("mamba2-130m", 1), vocab_size=16)
     params = tpu.abstract_params(config, "bfloat16", tpu.topology_devices("v6e:1x1")[0])
-    memory = lower_shapes(params, Spec("prefill", 1, 2048, 128, implementation="pallas")).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 2048 * 4 * config.in_proj_width * 2 / 2
+    compiled = lower_shapes(params, Spec("prefill", 1, 512, 256)).compile()
+    computations, _ = tpu._parse(compiled.as_text())
+    fused = {tpu._named(one, "calls") for body in computations.values() for one in body.values()}
+    for body in (body for name, body in computations.items() if name not in fused):
+        for one in body.values():
+            squares = [kind for kind in one.types if "256,256]" in kind]
+            assert tpu._size(squares) == 0, one
+            assert one.kind == "bitcast" or not one.operands or not any("pred" in kind for kind in squares), one
+    exponentials = re.findall(r"= (\w+)\[([\d,]*)\]\S* exponential\(", compiled.as_text())
+    assert any(dims.endswith("256,256") for _, dims in exponentials)
+    assert {kind for kind, _ in exponentials} == {"f32"}
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 4 * config.in_proj_width
 
 
 @compiler

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.extend.core import jaxprs_in_params
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from bench.specs import (
@@ -221,6 +222,26 @@ def test_exports_hold_each_platforms_kernel_load_and_run_on_a_cpu(case):
     want = jax.tree.leaves(op(**arrays, implementation="xla"))
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-2, atol=1e-2)
+
+
+def equations(jaxpr):
+    """All equations of a program, those of its kernels included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_decays_are_float32_in_kernels_for_bfloat16(case, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    op, inputs = list(cases())[case]
+    arrays = in_dtype(arrays_of(inputs), "bfloat16")
+    program = jax.make_jaxpr(lambda arrays: op(**arrays, implementation="pallas"))(arrays)
+    kernels = [one for one in equations(program.jaxpr) if one.primitive.name == "pallas_call"]
+    exponentials = [one for kernel in kernels for one in equations(kernel.params["jaxpr"]) if one.primitive.name == "exp"]
+    assert exponentials
+    assert {one.outvars[0].aval.dtype.name for one in exponentials} == {"float32"}
 
 
 def lowered(op, arrays, platform):
