@@ -34,6 +34,7 @@ from mamba_jax.tpu import (
     collectives,
     cost_of,
     decode_bytes,
+    kernels,
     prefill_flops,
     topology_devices,
 )
@@ -97,10 +98,13 @@ def head_shardings(config: MambaConfig, mesh: jax.sharding.Mesh) -> Params:
     return jax.tree_util.tree_map_with_path(place, param_shapes(config, "bfloat16"))
 
 
-def compile_two(topology: str, model: str, kind: str, length: int, layers: int = 2) -> Row:
-    """Compile a step or a prefill with channels and heads divided over two devices; the partitioner splits XLA's ops.
+def compile_two(
+    topology: str, model: str, kind: str, length: int, implementation: Implementation, layers: int = 2
+) -> Row:
+    """Compile a step or a prefill with channels and heads divided over two devices.
 
-    A few layers are enough to see what it inserts in each.
+    XLA's partitioner splits its ops, and each device runs the kernels for its own heads. A few layers are enough to see
+    what it inserts in each.
     """
     config = dataclasses.replace(MODELS[model], n_layer=layers)
     mesh = jax.sharding.Mesh(np.array(topology_devices(topology)[:2]), "x")
@@ -119,10 +123,11 @@ def compile_two(topology: str, model: str, kind: str, length: int, layers: int =
     whole = jax.NamedSharding(mesh, jax.P())
     params = head_shardings(config, mesh)
     if kind == "decode":
-        step = jax.jit(decode_step, donate_argnums=2, out_shardings=(whole, kept))
+        run = functools.partial(decode_step, implementation=implementation)
+        step = jax.jit(run, donate_argnums=2, out_shardings=(whole, kept))
         lowered = step.lower(params, placed((1,), jnp.int32, jax.P()), cache)
     else:
-        read = functools.partial(prefill_segment, chunk_size=CHUNK)
+        read = functools.partial(prefill_segment, chunk_size=CHUNK, implementation=implementation)
         tokens, lengths = placed((1, length), jnp.int32, jax.P()), placed((1,), jnp.int32, jax.P())
         logits = placed((1, config.padded_vocab_size), jnp.float32, jax.P())
         lowered = jax.jit(read, donate_argnums=(3, 4), out_shardings=(kept, whole, None)).lower(
@@ -135,7 +140,9 @@ def compile_two(topology: str, model: str, kind: str, length: int, layers: int =
         "model": model,
         "program": kind,
         "length": length,
+        "implementation": implementation,
         "layers": layers,
+        "kernels": kernels(compiled.as_text() or ""),
         "collectives": collectives(compiled.as_text() or ""),
         "arguments a device": memory.argument_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -149,9 +156,9 @@ Made by `python -m bench.tpu_aot` from programs that libtpu compiled on a machin
 weights, float32 states. **Nothing here was measured on a TPU**: a time is the larger of FLOPs and bytes over what the
 chip's data sheet promises, so a bound that no program beats, not a forecast. Paper columns are what "Compiler-First
 State Space Duality" measured on a TPU v6e with float32 weights (Tables 1, 2, 3, 10, 11). Bytes are what the
-instructions of the compiled program read from and write to HBM. On a v7x the compiler keeps the weights a second time,
-in another layout (temporaries), and has SparseCores move some, which this reading does not follow: bytes and times of
-a v7x are no bound.
+instructions of the compiled program read from and write to HBM. For a v7x decode programs are compiled with
+`xla_tpu_control_large_2nd_minor_layout_for_x16=0`, as the engine does: else the compiler keeps the weights a second
+time, in tiles of 16 rows, and turns the embedding back for each token (1.47 times the bytes at 130M).
 """
 PREFILL = """FLOPs are the compiler's, in which a kernel counts what it declares (its matrix products as it runs
 them) and the body of a loop once: Mamba-1's XLA scan is a loop, whose FLOPs are therefore too few. Work outside the
@@ -159,7 +166,8 @@ matrix unit, such as the exponentials of the scans, is not in the bound. A longe
 by segment.
 """
 TWO = """What XLA's partitioner inserts in a program of two layers, with channels and heads divided over two of the
-devices. Kernels it cannot split, so these are XLA's ops.
+devices. Kernels it cannot split: each device runs them for its own heads or channels, under `shard_map`. Mamba-1's step
+has no such form, since x_proj needs all channels in the middle of it.
 """
 
 
@@ -213,6 +221,8 @@ def two_row(row: Row) -> Row:
         "devices of": row["topology"],
         "model": row["model"],
         "program": row["program"] + (f" {row['length']}" if row["length"] else ""),
+        "ops": row["implementation"],
+        "kernels": row["kernels"],
         "collectives": ", ".join(f"{count} {name}" for name, count in row["collectives"].items()) or "none",
         "arguments a device MB": round(row["arguments a device"] / 1e6, 1),
         "temporaries MB": round(row["temporaries"] / 1e6, 1),
@@ -236,6 +246,7 @@ def page(one: list[Row], two: list[Row], failed: dict[str, str] | None = None) -
     """The tables as Markdown."""
     rows = sorted(one, key=lambda r: (r["topology"], list(MODELS).index(r["model"]), r["length"], r["implementation"]))
     decode, prefill = ([row for row in rows if row["program"] == kind] for kind in ("decode", "prefill"))
+    two = sorted(two, key=lambda r: (list(MODELS).index(r["model"]), r["program"], r["implementation"]))
     parts = [
         INTRODUCTION,
         "## Decode, a token\n",
@@ -258,28 +269,32 @@ def main(
     implementations: Annotated[str, typer.Option(help="Of xla and pallas.")] = "xla,pallas",
     programs: Annotated[str, typer.Option(help="Of decode and prefill.")] = "decode,prefill",
     two: Annotated[bool, typer.Option("--two/--no-two", help="Also programs for two devices.")] = True,
-    full: Annotated[bool, typer.Option("--full", help="All sizes on all chips: hours.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All sizes on all chips: two hours.")] = False,
     out: Annotated[Path, typer.Option(help="JSON of results, added to.")] = RESULTS,
 ) -> None:
     """Compile programs for TPUs, and write what they would cost as JSON and as a page."""
     names = list(PUBLISHED) if full else models.split(",")
     places = list(ONE_CHIP.values()) if full else topologies.split(",")
-    sizes = [512, 1024, 2048] if full else [int(size) for size in lengths.split(",")]
-    wanted: list[tuple[str, str, str, int, Any]] = [
+    wanted: list[tuple[Any, ...]] = [
         (topology, model, kind, length, implementation)
         for topology in places
         for model in names
         for implementation in implementations.split(",")
         for kind in programs.split(",")
-        for length in (sizes if kind == "prefill" else [0])
+        for length in (map(int, lengths.split(",")) if kind == "prefill" else [0])
     ]
     kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"one": [], "two": []}
+    pairs = [
+        ("v6e:2x2", model, kind, 1024 * (kind == "prefill"), implementation)
+        for model in names
+        for kind in programs.split(",")
+        for implementation in implementations.split(",")
+        if two and (implementation, kind, MODELS[model].layer) != ("pallas", "decode", "mamba1")
+    ]
     names_of = ("topology", "model", "program", "length", "implementation")
-    have = {tuple(row[name] for name in names_of) for row in kept["one"]}
-    both = {(row["topology"], row["model"], row["program"], row["length"]) for row in kept["two"]}
-    pairs = [("v6e:2x2", model, kind, 1024 * (kind == "prefill")) for model in names for kind in programs.split(",")]
+    have, both = ({tuple(row[name] for name in names_of) for row in kept[where]} for where in ("one", "two"))
     todo: list[tuple[Any, str, tuple[Any, ...]]] = [(compile_one, "one", key) for key in wanted if key not in have]
-    todo += [(compile_two, "two", pair) for pair in pairs if two and pair not in both]
+    todo += [(compile_two, "two", pair) for pair in pairs if pair not in both]
     for compile_it, where, key in todo:
         try:
             row = compile_it(*key)

@@ -123,7 +123,7 @@ def cost_of(compiled: jax.stages.Compiled, chip: Chip) -> Cost:
     return Cost(
         flops=flops,
         hbm_bytes=moved,
-        kernels=text.count('custom_call_target="tpu_custom_call"'),
+        kernels=kernels(text),
         arguments=memory.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
@@ -162,6 +162,11 @@ def prefill_flops(config: MambaConfig, batch: int, length: int, chunk_size: int)
 
 def _nbytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def kernels(text: str) -> int:
+    """How many calls of kernels a compiled program holds."""
+    return text.count('custom_call_target="tpu_custom_call"')
 
 
 def collectives(text: str) -> dict[str, int]:

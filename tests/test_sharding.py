@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 _SCRIPT = """
+import dataclasses, functools
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mamba_jax import forward, generate, init_cache, prefill, score, step
+from mamba_jax import ops
 from mamba_jax.ops import dispatch
+from mamba_jax.pallas_kernels.tpu import mamba2_step, ssd
 from tests.tiny import tiny_params
 
 params = tiny_params("mamba2")
@@ -41,8 +44,25 @@ for model, held in ((taken, True), (spread, False)):
         rest = () if read is forward else (init_cache(taken.config, 1, "bfloat16"),)
         lowered = jax.jit(read).trace(model, ids, *rest).lower(lowering_platforms=("cuda",))
         assert ("mosaic_gpu" in lowered.as_text()) == held, (held, read)
+
+# What is asked for, each device runs for its own heads.
+for kernel, name in ((ssd, "ssd"), (mamba2_step, "mix")):
+    setattr(kernel, name, functools.partial(getattr(kernel, name), interpret=True))
+ops.ssd.gpu.declines = lambda *_: "what GPUs take"
+model = tiny_params("mamba2", headdim=8, n_layer=1)
+spread = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("x") if x.shape[0] % 2 == 0 else P())), model)
+got = want = None
+for read in (
+    lambda params, cache, how: prefill(params, [[1, 2, 3]] * 2, lengths=[3, 2], implementation=how),
+    lambda params, cache, how: step(params, [1, 2], cache, implementation=how),
+):
+    want = read(model, want and want[1], "xla")
+    got = read(spread, got and got[1], "pallas")
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+first = spread.replace(config=dataclasses.replace(model.config, norm_before_gate=True))
 try:
-    step(spread, [1], init_cache(taken.config, 1, "bfloat16"), implementation="pallas")
+    step(first, [1, 2], want[1], implementation="pallas")
 except NotImplementedError as error:
     assert "arrays on a mesh of several devices" in str(error), error
 else:

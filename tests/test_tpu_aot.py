@@ -136,7 +136,7 @@ def test_a_prefill_computes_what_the_algorithm_asks_for(name, monkeypatch):
 
 @compiler
 def test_no_decay_matrix_or_mask_lies_in_memory_and_decays_are_float32():
-    """XLA's op: the mask is made on the chip, from nothing (the paper's Table 7); exponentials are float32 (Table 8)."""
+    """XLA's op makes the mask on the chip, from nothing (the paper's Table 7), and decays in float32 (Table 8)."""
     config = dataclasses.replace(layers_of("mamba2-130m", 1), vocab_size=16)
     params = tpu.abstract_params(config, "bfloat16", tpu.topology_devices("v6e:1x1")[0])
     compiled = lower_shapes(params, Spec("prefill", 1, 512, 256)).compile()
@@ -154,10 +154,14 @@ def test_no_decay_matrix_or_mask_lies_in_memory_and_decays_are_float32():
 
 
 @compiler
-def test_two_devices_divide_the_heads(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "length", "implementation"), [("decode", 0, "xla"), ("decode", 0, "pallas"), ("prefill", 128, "pallas")]
+)
+def test_two_devices_divide_the_heads(kind, length, implementation, monkeypatch):
     monkeypatch.setattr("bench.tpu_aot.MODELS", {"mamba2-130m": layers_of("mamba2-130m")})
-    row = compile_two("v6e:2x2", "mamba2-130m", "decode", 0)
+    row = compile_two("v6e:2x2", "mamba2-130m", kind, length, implementation)
     whole = tpu.decode_bytes(layers_of("mamba2-130m"), "bfloat16")
+    assert row["kernels"] == (2 if implementation == "pallas" else 0)
     assert row["collectives"]["all-reduce"] >= 2
     assert row["arguments a device"] < 0.95 * whole
     assert "all-reduce" in page([], [row])
@@ -259,7 +263,7 @@ ENTRY %main (table: bf16[100,8], i: s32[], x: f32[16]) -> f32[16] {
 
 
 def test_traffic_of_a_program():
-    # A row of the table; x read through two fusions, x fetched, a sum written; five turns that read and write 16 numbers.
+    # A row of the table; x read through two fusions, and fetched; a sum written; five turns that read and write x.
     assert tpu.memory_traffic(PROGRAM) == 16 + 64 + 64 + 64 + 5 * 128
     assert tpu.memory_traffic(PROGRAM.replace("direction=LT", "direction=NE")) == 128  # a turn of a loop without end
     assert tpu.collectives(PROGRAM) == {"all-reduce": 1}

@@ -18,8 +18,17 @@ from mamba_jax.arguments import BYTES, describe
 from mamba_jax.cache import MambaCache, check_cache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.models.mamba1 import mamba1_mixer, mamba1_step
-from mamba_jax.models.mamba2 import mamba2_mixer, mamba2_step
-from mamba_jax.ops.dispatch import Implementation, Kernel, check_implementation, declined_on, dispatch
+from mamba_jax.models.mamba2 import heads_of_device, mamba2_mixer, mamba2_step, mix_over_devices
+from mamba_jax.ops.dispatch import (
+    ON_MESH,
+    Implementation,
+    Kernel,
+    check_implementation,
+    declined_on,
+    device_axis,
+    dispatch,
+    on_mesh,
+)
 from mamba_jax.ops.linear import linear
 from mamba_jax.ops.norm import layer_norm, rms_norm
 from mamba_jax.pallas_kernels.gpu import mamba1_step as mamba1_gpu
@@ -346,12 +355,27 @@ def _step_layer(
             return mamba1_gpu.mamba1_layer_step(layer, config, residual, conv, ssm)
         return mamba2_gpu.mamba2_layer_step(layer, config, residual, conv, ssm)
 
-    def tpu(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
-        kernel = mamba1_tpu if isinstance(layer, Mamba1Layer) else mamba2_tpu
-        return step(layer, residual, conv, ssm, kernel.mix)
+    over = None
+    if config.layer == "mamba2" and config.ngroups == 1 and not config.norm_before_gate:
+        over = device_axis(implementation, (config.nheads,), (layer, residual, conv, ssm))
 
-    declined = _step_declines(layer, config, conv, ssm)
-    chosen = dispatch(implementation, xla=step, cuda=Kernel(cuda, declined[0]), tpu=Kernel(tpu, declined[1]))
+    def tpu(layer: Layer, residual: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        if isinstance(layer, Mamba1Layer):
+            return step(layer, residual, conv, ssm, mamba1_tpu.mix)
+        mix = mamba2_tpu.mix if over is None else mix_over_devices(mamba2_tpu.mix, over)
+        return step(layer, residual, conv, ssm, mix)
+
+    if over is None:
+        declined = _step_declines(layer, config, conv, ssm)
+    else:
+        declined = ON_MESH, _step_declines(layer, heads_of_device(config, over), conv, ssm)[1]
+    chosen = dispatch(
+        implementation,
+        xla=step,
+        cuda=Kernel(cuda, declined[0]),
+        tpu=Kernel(tpu, declined[1]),
+        over_devices=over is not None,
+    )
     return chosen(layer, residual, conv, ssm)
 
 
@@ -380,6 +404,8 @@ def _step_head(
         )
         return logits
 
+    if on_mesh((residual, weight)):
+        return xla(residual, params.norm_f, params.norm_f_bias, weight)
     declined = _head_declines(params, residual.shape[0])
     # A TPU's matrix unit takes a few rows as it takes many: XLA's product is all that a kernel could be there.
     chosen = dispatch(implementation, xla=xla, cuda=Kernel(cuda, declined), tpu=Kernel(xla, None))

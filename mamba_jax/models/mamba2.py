@@ -3,7 +3,9 @@
 Source: Dao and Gu, "Transformers are SSMs" (2024), section 7; names follow mamba_ssm.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MambaConfig
 from mamba_jax.ops.conv import causal_conv1d, causal_conv1d_step
-from mamba_jax.ops.dispatch import Implementation
+from mamba_jax.ops.dispatch import Implementation, over_devices
 from mamba_jax.ops.dt import decay_rates
 from mamba_jax.ops.linear import linear
-from mamba_jax.ops.norm import gated_rms_norm
+from mamba_jax.ops.norm import gated_rms_norm, rms_norm
 from mamba_jax.ops.ssd import ssd, ssd_step
 from mamba_jax.params import Mamba2Layer
 from mamba_jax.scheduler.signals import Watch
@@ -109,6 +111,49 @@ def _mix(
             dt_limit=config.dt_limit,
         )
     return _gate(layer, config, y, z), conv_state, ssm_state
+
+
+def heads_of_device(config: MambaConfig, over: tuple[jax.sharding.AbstractMesh, str]) -> MambaConfig:
+    """The heads that a device has, as a model without the norm, which sees those of all."""
+    return dataclasses.replace(config, d_inner=config.d_inner // over[0].shape[over[1]], gated_norm=False)
+
+
+def mix_over_devices(mix: Mix, over: tuple[jax.sharding.AbstractMesh, str]) -> Mix:
+    """`mix`, run by each device for heads of its own, and XLA's norm of them all.
+
+    For models of one group, whose B and C every device has, and without norm_before_gate.
+    """
+
+    def divided(
+        layer: Mamba2Layer, config: MambaConfig, zxbcdt: Array, conv_state: Array, ssm_state: Array
+    ) -> tuple[Array, Array, Array]:
+        d, part = config.d_inner, heads_of_device(config, over)
+
+        def run(z: Array, dt: Array, state: Array, dt_bias: Array, A_log: Array, D: Array, xs: Any, maps: Any) -> Any:
+            xBC, window, taps, *bias = (jnp.concatenate(each, axis=-1) for each in zip(xs, maps, strict=True))
+            heads = dataclasses.replace(
+                layer,
+                conv=taps.T,
+                conv_bias=bias[0] if bias else None,
+                dt_bias=dt_bias,
+                A_log=A_log,
+                D=D,
+                gated_norm=None,
+            )
+            y, window, state = mix(heads, part, jnp.concatenate([z, xBC, dt], axis=-1), window, state)
+            return y, state, window[..., : part.d_inner], window[..., part.d_inner :]
+
+        z, xBC, dt = _split_zxbcdt(config, zxbcdt)
+        channels = [xBC, conv_state, layer.conv.T, *([] if layer.conv_bias is None else [layer.conv_bias])]
+        xs, maps = zip(*(jnp.split(each, (d,), axis=-1) for each in channels), strict=True)
+        last = tuple(each.ndim - 1 for each in channels)
+        scan = over_devices(run, over, (1, 1, 1, 0, 0, 0, last, (None,) * len(last)), (1, 1, 2, None))
+        y, ssm_state, x, maps = scan(z, dt, ssm_state, layer.dt_bias, layer.A_log, layer.D, xs, maps)
+        if layer.gated_norm is not None:
+            y = rms_norm(y.astype(jnp.float32), None, config.norm_eps) * layer.gated_norm.astype(jnp.float32)
+        return y.astype(layer.out_proj.dtype), jnp.concatenate([x, maps], axis=-1), ssm_state
+
+    return divided
 
 
 def _split_zxbcdt(config: MambaConfig, zxbcdt: Array) -> tuple[Array, Array, Array]:

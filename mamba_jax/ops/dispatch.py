@@ -43,6 +43,7 @@ def dispatch(
     cuda: Kernel,
     tpu: Kernel,
     hopper_only: bool = False,
+    over_devices: bool = False,
 ) -> Callable[..., Any]:
     """Choose between an XLA op and its kernels.
 
@@ -54,6 +55,7 @@ def dispatch(
         cuda: the kernel for NVIDIA GPUs.
         tpu: the kernel for TPUs.
         hopper_only: the kernel for GPUs runs on compute capability 9 only, and not on newer ones.
+        over_devices: the kernels take arrays on a mesh of several devices.
 
     Returns:
         The function to call with the op's arrays. It raises a `NotImplementedError` if implementation is "pallas" and
@@ -79,12 +81,12 @@ def dispatch(
     declined["cpu"] = None if kernels else " nor ".join(str(why) for why in declined.values())
 
     def choose(*args: Any) -> Any:
-        on_mesh = _on_mesh(args)
+        split = not over_devices and on_mesh(args)
         if implementation is None:
-            return xla(*args) if on_mesh or not kernels else jax.lax.platform_dependent(*args, **kernels, default=xla)
+            return xla(*args) if split or not kernels else jax.lax.platform_dependent(*args, **kernels, default=xla)
         at_hand = lowered_for(jax.default_backend())
         why = declined[at_hand] if at_hand in declined else declined_on(at_hand, None, None)
-        why = why or (ON_MESH if on_mesh else None)
+        why = why or (ON_MESH if split else None)
         if why is not None:
             raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
         return jax.lax.platform_dependent(*args, **kernels, cpu=next(iter(kernels.values())))
@@ -149,11 +151,65 @@ def _device_lacks(hopper_only: bool) -> str | None:
     return None
 
 
-def _on_mesh(args: Any) -> bool:
+def device_axis(
+    implementation: Implementation | None, parts: tuple[int, ...], args: Any
+) -> tuple[jax.sharding.AbstractMesh, str] | None:
+    """Where each device can run a kernel for heads or channels of its own.
+
+    Args:
+        implementation: as in `dispatch`; only what is asked for, "pallas", is divided.
+        parts: numbers of heads, groups or channels.
+        args: arrays.
+
+    Returns:
+        The mesh of the arrays and its one axis of several devices, whose size divides all parts; None if there is none.
+    """
+    meshes = _meshes(args) if implementation == "pallas" else set()
+    if len(meshes) != 1:
+        return None
+    (mesh,) = meshes
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    return (mesh, axes[0]) if len(axes) == 1 and all(part % mesh.shape[axes[0]] == 0 for part in parts) else None
+
+
+def over_devices(
+    op: Callable[..., Any],
+    over: tuple[jax.sharding.AbstractMesh, str],
+    inputs: tuple[Any, ...],
+    outputs: tuple[int | None, ...],
+) -> Callable[..., Any]:
+    """Let each device run an op for its part.
+
+    Args:
+        op: any, which may hold kernels.
+        over: what `device_axis` gave.
+        inputs: of each argument of the op, which of its axes is divided; None of one that every device gets whole; of a
+            tuple of arrays a tuple.
+        outputs: of each result.
+
+    Returns:
+        The function to call with whole arrays.
+    """
+    mesh, name = over
+
+    def specs(divided: Any) -> Any:
+        if isinstance(divided, tuple):
+            return tuple(map(specs, divided))
+        return jax.P() if divided is None else jax.P(*(None,) * divided, name)
+
+    return jax.shard_map(op, mesh=mesh, in_specs=specs(inputs), out_specs=specs(outputs), check_vma=False)
+
+
+def on_mesh(args: Any) -> bool:
     """Whether XLA is to split these arrays over devices, which it cannot do with a kernel; inside a `shard_map` not."""
-    meshes = {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)}
-    return any(
-        size > 1 and kind != jax.sharding.AxisType.Manual
-        for mesh in meshes
+    return bool(_meshes(args))
+
+
+def _meshes(args: Any) -> set[Any]:
+    """Meshes over whose devices XLA is to split these arrays."""
+    return {
+        mesh
+        for mesh in {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)}
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+        if size > 1 and kind != jax.sharding.AxisType.Manual
+    }

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_scan, check_shape
-from mamba_jax.ops.dispatch import Implementation, Kernel, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, device_axis, dispatch, over_devices
 from mamba_jax.ops.dt import FASTEST, finite_rates, step_size
 from mamba_jax.ops.segments import WIPE, chain_chunks, later_starts, plan_chunks, valid_positions
 from mamba_jax.pallas_kernels.gpu import selective_scan as gpu
@@ -122,20 +122,28 @@ def selective_scan(
 
         plan = plan_chunks(chunk_size, seqlen, segment_ids, num_segments)
         inputs = jax.tree.map(lambda a: plan.lay(a).reshape(b, plan.chunks, plan.q, *a.shape[2:]), inputs)
-        states = initial_state.reshape(b, s, n, d)
+        states = initial_state.reshape(b, s, n, -1)
         y, states = _scan_chunks(states, inputs, plan.segment, A.T)
-        y = plan.restore(y.reshape(b, -1, d))
-        return _skip_and_gate(y, x, D, z), states.reshape(shape)
+        y = plan.restore(y.reshape(b, -1, x.shape[2]))
+        return _skip_and_gate(y, x, D, z), states.reshape(initial_state.shape)
 
     packed = None if segment_ids is None else "segment_ids"
     options: Any = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    scan = dispatch(
-        implementation,
-        xla=scan_xla,
-        cuda=Kernel(partial(gpu.selective_scan, **options), packed or gpu.declines(x, A)),
-        tpu=Kernel(partial(tpu.selective_scan, **options), packed or tpu.declines(x, dt, A)),
-    )
-    return scan(x, dt, finite_rates(A), B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
+
+    def scan(*args: Any) -> Any:  # of all channels, or of those of a device
+        x, dt, A = args[:3]
+        chosen = dispatch(
+            implementation,
+            xla=scan_xla,
+            cuda=Kernel(partial(gpu.selective_scan, **options), packed or gpu.declines(x, A)),
+            tpu=Kernel(partial(tpu.selective_scan, **options), packed or tpu.declines(x, dt, A)),
+        )
+        return chosen(*args)
+
+    args = (x, dt, finite_rates(A), B, C, D, z, dt_bias, lengths, initial_state.astype(jnp.float32))
+    if over := device_axis(implementation, (d,), args):
+        return over_devices(scan, over, (2, 2, 0, None, None, 0, 2, 0, None, 2), (2, 2))(*args)
+    return scan(*args)
 
 
 def selective_scan_step(

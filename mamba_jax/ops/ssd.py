@@ -14,7 +14,7 @@ counts as at most 128, so a chunk has at most 2048 positions.
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.ops.axes import pad_axis, scan_like, without_unit_axes
 from mamba_jax.ops.checks import check_dt_limit, check_rank, check_same_dtype, check_scan, check_shape
-from mamba_jax.ops.dispatch import Implementation, Kernel, dispatch
+from mamba_jax.ops.dispatch import Implementation, Kernel, device_axis, dispatch, over_devices
 from mamba_jax.ops.dt import LARGE_STEP, finite_rates, step_size
 from mamba_jax.ops.linear import einsum
 from mamba_jax.ops.segments import WIPE, ChunkPlan, chain_chunks, later_starts, plan_chunks, valid_positions
@@ -103,7 +103,7 @@ def ssd(
     """
     check_rank("x", x, "(b, l, h, p)")
     b, seqlen, h, p = x.shape
-    _, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
+    g, n = _check_inputs(x, dt, A, B, C, D, z, dt_bias)
     check_scan(chunk_size, dt_limit, lengths, segment_ids, num_segments, (b, seqlen))
     s = 1 if num_segments is None else num_segments
     shape = (b, h, p, n) if num_segments is None else (b, s, h, p, n)
@@ -120,14 +120,23 @@ def ssd(
 
     plan = plan_chunks(min(chunk_size, _LONGEST), seqlen, segment_ids, num_segments)
     packed = None if segment_ids is None else "segment_ids"
-    scan = dispatch(
-        implementation,
-        xla=partial(_scan_xla, plan),
-        cuda=Kernel(_scan_gpu, packed or gpu.declines(x, B)),
-        tpu=Kernel(tpu.ssd, packed or tpu.declines(x, B)),
-        hopper_only=True,
-    )
-    return scan(x, dt, dA, B, C, D, z, initial_state.astype(jnp.float32))
+
+    def scan(*args: Any) -> Any:  # of all heads, or of those of a device
+        x, B = args[0], args[3]
+        chosen = dispatch(
+            implementation,
+            xla=partial(_scan_xla, plan),
+            cuda=Kernel(_scan_gpu, packed or gpu.declines(x, B)),
+            tpu=Kernel(tpu.ssd, packed or tpu.declines(x, B)),
+            hopper_only=True,
+        )
+        return chosen(*args)
+
+    args = (x, dt, dA, B, C, D, z, initial_state.astype(jnp.float32))
+    if over := device_axis(implementation, (h, h if g == 1 else g), args):
+        maps = None if g == 1 else 2
+        return over_devices(scan, over, (2, 2, 2, maps, maps, 0, 2, 1), (2, 1))(*args)
+    return scan(*args)
 
 
 def _scan_xla(

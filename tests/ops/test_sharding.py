@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
+import functools
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from mamba_jax.ops import scan, ssd
 from tests.ops.cases import OPS, STATIC, error
 
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -29,6 +31,19 @@ for op in OPS:
         assert all(error(g, w) < 1e-5 for g, w in zip(got, want, strict=True)), (op.name, specs)
         assert not got[0].sharding.is_fully_replicated, (op.name, specs)
         assert "all-gather" not in compiled.as_text(), (op.name, specs)
+
+for module, name in ((ssd, "ssd"), (scan, "selective_scan")):  # each device runs the kernel for its own heads
+    setattr(module.tpu, name, functools.partial(getattr(module.tpu, name), interpret=True))
+    module.gpu.declines = lambda *_: "what GPUs take"
+for op in OPS:
+    inputs = op.inputs(next(spec for spec in op.specs if spec.name == "full"))
+    want = op.run(inputs, chunk_size=16)
+    whole = NamedSharding(mesh, P())
+    put = {k: jax.device_put(v, whole) if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+    run = jax.jit(op.scan, static_argnames=(*STATIC, "implementation"))
+    got = run(**put, chunk_size=16, implementation="pallas")
+    assert all(error(g, w) < 1e-5 for g, w in zip(got, want, strict=True)), op.name
+    assert got[0].sharding.spec[2] == "d", op.name
 print("same")
 """
 
