@@ -9,6 +9,7 @@ Weights are shapes. Rows that the result file has are not compiled again.
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from bench.compilation import TABLE_12
 from bench.decode import V6E
 from bench.models import PUBLISHED, SMALL
 from mamba_jax import MambaConfig, Params
@@ -27,6 +29,7 @@ from mamba_jax.models.lm import decode_step
 from mamba_jax.ops.dispatch import Implementation
 from mamba_jax.params import param_shapes
 from mamba_jax.programs import BLOCK, Spec, lower_shapes, prefill_segment
+from mamba_jax.progress import track
 from mamba_jax.tpu import (
     CHIPS,
     ONE_CHIP,
@@ -42,6 +45,7 @@ from mamba_jax.tpu import (
 CHUNK = 128  # of the XLA scans; the kernels' own too
 RESULTS = Path(__file__).parent / "results" / "tpu-aot.json"
 PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
+PICTURE = PAGE.with_suffix(".png")
 MODELS = PUBLISHED | SMALL
 RATIO = "FLOPs / algorithm's"
 # "Compiler-First State Space Duality", measured on a TPU v6e, float32 weights, batch 1: Table 3, HBU (%) of 1600 GB/s
@@ -155,8 +159,9 @@ INTRODUCTION = """# TPU programs, computed
 Made by `python -m bench.tpu_aot` from programs that libtpu compiled on a machine without a TPU: batch 1, bfloat16
 weights, float32 states. **Nothing here was measured on a TPU**: a time is the larger of FLOPs and bytes over what the
 chip's data sheet promises, so a bound that no program beats, not a forecast. Paper columns are what "Compiler-First
-State Space Duality" measured on a TPU v6e with float32 weights (Tables 1, 2, 3, 10, 11). Bytes are what the
-instructions of the compiled program read from and write to HBM. For a v7x decode programs are compiled with
+State Space Duality" measured on a TPU v6e with float32 weights (Tables 1, 2, 3, 10, 11; 12 for the seconds of
+compiling, which are of another host). Bytes are what the instructions of the compiled program read from and write to
+HBM. For a v7x decode programs are compiled with
 `xla_tpu_control_large_2nd_minor_layout_for_x16=0`, as the engine does: else the compiler keeps the weights a second
 time, in tiles of 16 rows, and turns the embedding back for each token (1.47 times the bytes at 130M).
 """
@@ -189,6 +194,7 @@ def decode_row(row: Row) -> Row:
         "cache in place": "yes" if row["cache in place"] else "no",
         "kernels": row["kernels"],
         "compile s": row["compile s"],
+        "paper compile s": TABLE_12[model][1] if chip == "v6e" and model in TABLE_12 else None,
     }
 
 
@@ -213,6 +219,7 @@ def prefill_row(row: Row) -> Row:
         "peak MB": peak(row),
         "kernels": row["kernels"],
         "compile s": row["compile s"],
+        "paper compile s": None if paper is None else TABLE_12[model][0],
     }
 
 
@@ -249,6 +256,7 @@ def page(one: list[Row], two: list[Row], failed: dict[str, str] | None = None) -
     two = sorted(two, key=lambda r: (list(MODELS).index(r["model"]), r["program"], r["implementation"]))
     parts = [
         INTRODUCTION,
+        f"![Computed cost on a TPU v6e beside the paper's measurements]({PICTURE.name})\n",
         "## Decode, a token\n",
         markdown([decode_row(row) for row in decode]),
         "## Prefill\n",
@@ -260,6 +268,37 @@ def page(one: list[Row], two: list[Row], failed: dict[str, str] | None = None) -
         *(f"Not to be had: {program} ({why}).\n" for program, why in (failed or {}).items()),
     ]
     return "\n".join(parts)
+
+
+def draw(one: list[Row], path: Path) -> None:
+    """Write a picture of what the published sizes cost on a v6e by the compiler, and what the paper measured there."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    rows = [row for row in one if row["topology"] == "v6e:1x1" and row["length"] in (0, 1024)]
+    parts = (
+        ("decode", decode_row, "MB", "paper MB", "HBM traffic of a token, MB"),
+        ("prefill", prefill_row, "computed ms", "paper ms", "1024 tokens, ms"),
+    )
+    for panel, (kind, cells, ours, theirs, label) in zip(panels, parts, strict=True):
+        models = [model for model in PUBLISHED if any((row["program"], row["model"]) == (kind, model) for row in rows)]
+        for i, (name, column) in enumerate((("xla", ours), ("pallas", ours), ("paper", theirs))):
+            wanted = "pallas" if name == "paper" else name
+            found = {
+                row["model"]: cells(row)[column]
+                for row in rows
+                if (row["program"], row["implementation"]) == (kind, wanted)
+            }
+            heights = [found.get(model) or math.nan for model in models]
+            source = "paper: measured, float32 weights" if name == "paper" else f"{name}: computed, bfloat16 weights"
+            panel.bar([place + 0.27 * (i - 1) for place in range(len(models))], heights, 0.27, label=source)
+        panel.set(yscale="log", ylabel=label, title=f"{kind}, batch 1")
+        panel.set_xticks(range(len(models)), models, rotation=40, ha="right", fontsize=8)
+        panel.grid(axis="y", alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.suptitle("TPU v6e: computed from compiled programs (bounds, not measurements)", fontsize=11)
+    figure.savefig(path, dpi=110)
 
 
 def main(
@@ -283,6 +322,8 @@ def main(
         for kind in programs.split(",")
         for length in (map(int, lengths.split(",")) if kind == "prefill" else [0])
     ]
+    if full:  # the longest segment of a prompt, on the chip of the least memory
+        wanted += [("v5e:1x1", model, "prefill", 2048, "pallas") for model in names]
     kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"one": [], "two": []}
     pairs = [
         ("v6e:2x2", model, kind, 1024 * (kind == "prefill"), implementation)
@@ -295,21 +336,23 @@ def main(
     have, both = ({tuple(row[name] for name in names_of) for row in kept[where]} for where in ("one", "two"))
     todo: list[tuple[Any, str, tuple[Any, ...]]] = [(compile_one, "one", key) for key in wanted if key not in have]
     todo += [(compile_two, "two", pair) for pair in pairs if pair not in both]
-    for compile_it, where, key in todo:
-        try:
-            row = compile_it(*key)
-        except jax.errors.JaxRuntimeError as error:  # the compiler fails, or JAX cannot read its program
-            sys.stderr.write(f"{key}: {str(error).strip().splitlines()[-1]}\n")
-            kept.setdefault("failed", {})[" ".join(map(str, key))] = str(error).strip().splitlines()[-1]
+    kept |= {"about": "computed from programs compiled for TPUs; not measured on one", "failed": {}}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with track("Compiling", len(todo)) as advance:
+        for compile_it, where, key in todo:
+            try:
+                kept[where].append(compile_it(*key))
+            except jax.errors.JaxRuntimeError as error:  # the compiler fails, or JAX cannot read its program
+                kept["failed"][" ".join(map(str, key))] = str(error).strip().splitlines()[-1]
             out.write_text(json.dumps(kept, indent=1) + "\n")
-            continue
-        sys.stderr.write(f"{row}\n")
-        kept[where].append(row)
-        kept |= {"about": "computed from programs compiled for TPUs; not measured on one"}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(kept, indent=1) + "\n")
+            advance(1)
     if out == RESULTS:
-        PAGE.write_text(page(kept["one"], kept["two"], kept.get("failed", {})))
+        PAGE.write_text(page(kept["one"], kept["two"], kept["failed"]))
+        draw(kept["one"], PICTURE)
+    for program, why in kept["failed"].items():
+        sys.stderr.write(f"{program}: {why}\n")
+    if kept["failed"]:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
