@@ -41,6 +41,14 @@ CHIPS = {
     "v7x": Chip(2307e12 / 2, 7380e9 / 2, 192 * GB / 2),  # a chip of two cores is two devices
 }
 ONE_CHIP = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "v7x": "v7x:1x1x1"}
+# What libtpu is told where there is no TPU: not to ask the network which one this is, nor to say that it is not known;
+# several processes may compile, since none holds a TPU.
+LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "after-all", "iota"}
@@ -72,8 +80,8 @@ def topology_devices(topology: str) -> list[Any]:
         raise ImportError('no libtpu to compile for TPUs with: pip install "mamba-jax[tpu-aot]"')
     from jax.experimental import topologies
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask the network which TPU this is
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile: none holds a TPU
+    for name, value in LIBTPU.items():
+        os.environ.setdefault(name, value)
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology.replace("v7x", "tpu7x"))
     except jax.errors.JaxRuntimeError as error:
