@@ -6,10 +6,14 @@ is known from shapes, dtypes and options alone, while the program is traced.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 Implementation = Literal["xla", "pallas"]
 
@@ -71,11 +75,12 @@ def dispatch(
         platform: declined_on(platform, cuda.declined, tpu.declined, hopper_only=hopper_only)
         for platform in ("cuda", "tpu")
     }
-    kernels = {
-        platform: with_gradient(kernel.run, xla)
+    taken = [
+        (platform, kernel.run)
         for platform, kernel in (("cuda", cuda), ("tpu", tpu))
         if declined[platform] is None and (implementation == "pallas" or platform in KERNELS_BY_DEFAULT)
-    }
+    ]
+    kernels = {platform: with_gradient(only_for(platform, run), xla) for platform, run in taken}
 
     # A CPU has no kernel, but interprets any.
     declined["cpu"] = None if kernels else " nor ".join(str(why) for why in declined.values())
@@ -89,7 +94,8 @@ def dispatch(
         why = why or (ON_MESH if split else None)
         if why is not None:
             raise NotImplementedError(f"implementation: got 'pallas', but the kernel does not take {why}")
-        return jax.lax.platform_dependent(*args, **kernels, cpu=next(iter(kernels.values())))
+        interpreted = with_gradient(taken[0][1], xla)
+        return jax.lax.platform_dependent(*args, **kernels, cpu=interpreted)
 
     return choose
 
@@ -105,6 +111,36 @@ def declined_on(platform: str, cuda: str | None, tpu: str | None, *, hopper_only
     """
     declined = {"cuda": cuda or _device_lacks(hopper_only), "tpu": tpu}
     return declined.get(lowered_for(platform), f"a device of platform {platform}")
+
+
+def only_for(platform: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, which stands in a program for several platforms too: JAX lowers it for its own alone.
+
+    For the others NaN, which `platform_dependent` never asks for: JAX lowers each choice for all platforms.
+    """
+
+    def run(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(kernel, return_shape=True)(*args)
+        out = _kernel.bind(*jax.tree.leaves(args), kernel=traced, platform=platform)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args: Any, kernel: Any, platform: str, at: str | None) -> Any:
+    def nothing(*_: Any) -> Any:
+        return [jnp.full(out.shape, jnp.nan, out.dtype) for out in kernel.out_avals]
+
+    return mlir.lower_fun(jaxpr_as_fun(kernel) if platform == at else nothing, multiple_results=True)(ctx, *args)
+
+
+_kernel = Primitive("kernel")
+_kernel.multiple_results = True
+_kernel.def_impl(lambda *args, kernel, platform: jaxpr_as_fun(kernel)(*args))
+_kernel.def_abstract_eval(lambda *args, kernel, platform: kernel.out_avals)
+mlir.register_lowering(_kernel, partial(_lower, at=None))
+mlir.register_lowering(_kernel, partial(_lower, at="cuda"), platform="cuda")
+mlir.register_lowering(_kernel, partial(_lower, at="tpu"), platform="tpu")
 
 
 def with_gradient(pallas: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
