@@ -128,7 +128,8 @@ def test_recorded_outputs_of_other_shapes_are_named(tmp_path):
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "falcon"])
 def test_against_transformers(kind):
     pytest.importorskip("torch", reason="needs the extra parity")
-    found = against(tiny_params(kind), "transformers")
+    # Without ids that only pad the embedding: transformers would choose these too.
+    found = against(tiny_params(kind, vocab_size=104), "transformers")
     assert found.verdict is True, found
     assert found.greedy_equal == (4, 4)
     assert found.against.startswith("transformers ")

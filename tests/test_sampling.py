@@ -16,7 +16,7 @@ def stack(*samplers):
 
 
 def logits_of(batch, vocab, seed=0):
-    return 3 * jax.random.normal(jax.random.key(seed), (batch, vocab))
+    return jnp.asarray(3 * np.random.default_rng(seed).normal(size=(batch, vocab)).astype("float32"))
 
 
 jit_sample = jax.jit(sample)
@@ -89,7 +89,7 @@ SETTINGS = [
 def test_probabilities_match_a_sorting_reference(settings):
     settings = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0} | settings
     logits = logits_of(4, 257)
-    seen = jax.random.bernoulli(jax.random.key(1), 0.3, logits.shape)
+    seen = jnp.asarray(np.random.default_rng(1).random(logits.shape) < 0.3)
     got = probabilities(final_logits(logits, Sampler.of(4, **settings), seen))
     for row in range(4):
         want = reference(logits[row], np.asarray(seen[row]), **settings)

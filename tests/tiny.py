@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mamba_jax import MambaConfig, Params, TextInfo, cast_params, init_params
+from mamba_jax import MambaConfig, Params, TextInfo
+from mamba_jax.params import build_params
 
 KINDS = ("mamba1", "mamba2", "falcon", "mamba2-groups")
 
@@ -42,12 +44,27 @@ def tiny_config(kind: str, **changes: Any) -> MambaConfig:
 def tiny_params(
     kind: str, dtype: str = "float32", seed: int = 0, text: TextInfo | None = None, **changes: Any
 ) -> Params:
-    """Random weights of a scale at which greedy choices are not near ties and, untied, texts are not one token."""
-    params = init_params(tiny_config(kind, **changes), jax.random.key(seed), jnp.float32)
-    noise = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
-    params = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params
-    )  # no weight left at 0 or 1
-    lm_head = None if params.lm_head is None else 10 * params.lm_head
-    params = dataclasses.replace(params, embedding=10 * params.embedding, lm_head=lm_head, text=text or TextInfo())
-    return cast_params(params, dtype)
+    """Random weights of a scale at which greedy choices are not near ties and, untied, texts are not one token.
+
+    Made by NumPy, as compiling JAX's random numbers of every shape takes longer than most tests; about those of
+    `init_params` otherwise, with none left at 0 or 1.
+    """
+    config, rng = tiny_config(kind, **changes), np.random.default_rng(seed)
+
+    def make(path: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        values, name = 0.1 * rng.normal(size=shape), path.rsplit(".", 1)[-1]
+        if name in ("embedding", "lm_head"):
+            values *= 10
+        elif name in ("norm", "norm_f", "gated_norm", "D"):
+            values += 1
+        elif name == "A_log":
+            values += np.log(np.arange(1, shape[-1] + 1))
+        elif name == "dt_bias":
+            values += np.log(np.expm1(np.geomspace(1e-3, 1e-1, shape[0])))
+        elif name in ("conv", "conv_bias"):
+            values += rng.uniform(-0.5, 0.5, shape)
+        elif not name.endswith("_bias"):
+            values += rng.uniform(-1, 1, shape) / shape[-1] ** 0.5
+        return jnp.asarray(values.astype(dtype))
+
+    return dataclasses.replace(build_params(config, dtype, make), text=text or TextInfo())
