@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from mamba_jax import enable_compilation_cache
+
 
 @pytest.fixture(scope="session")
 def reference_dir() -> Path:
@@ -26,6 +28,12 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAMBA_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(own_cache_folder: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What was compiled once in this process is not compiled again after it was forgotten."""
+    enable_compilation_cache(tmp_path_factory.getbasetemp() / "programs")
 
 
 @pytest.fixture(scope="module", autouse=True)
