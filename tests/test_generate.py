@@ -22,10 +22,10 @@ PROMPTS = [RNG.integers(0, 101, n).tolist() for n in (7, 1, 19, 2)]
 
 def greedy(params, prompt, count):
     """Greedy tokens by the whole forward pass, one at a time."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(np.argmax(forward(params, [ids])[0, -1, : params.config.vocab_size])))
-    return ids[len(prompt) :]
+    ids = np.array([[*prompt, *[0] * count]])  # of one length, so that one program reads them
+    for i in range(len(prompt), ids.shape[1]):
+        ids[0, i] = np.argmax(forward(params, ids)[0, i - 1, : params.config.vocab_size])
+    return ids[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")

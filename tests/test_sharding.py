@@ -14,7 +14,7 @@ from mamba_jax.ops import dispatch
 from mamba_jax.pallas_kernels.tpu import mamba2_step, ssd
 from tests.tiny import tiny_params
 
-params = tiny_params("mamba2")
+params = tiny_params("mamba2", n_layer=1)
 mesh = Mesh(np.array(jax.devices()), ("x",))
 assert mesh.size == 2
 prompts, options = [[1, 2, 3], [5]], {"max_new_tokens": 6, "temperature": 1.0}

@@ -21,11 +21,11 @@ def assert_close(got, want, atol=SPLIT_ATOL):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split", [(16, 16, 8), (39, 1), (1, 39), (3, 1, 2, 34), (40,)])
+@pytest.mark.parametrize("split", [(16, 16, 8), (39, 1), (1, 39), (1, 16, 1, 1, 1, 1, 1, 1, 1, 16), (40,)])
 def test_u20_any_split_of_a_prefill_equals_one_call(kind, split):
     params = tiny_params(kind)
     want_logits, want_cache = prefill(params, IDS, chunk_size=16)
-    cache, start = None, 0
+    cache, start = init_cache(params.config, 2, params.dtype), 0
     for size in split:
         logits, cache = prefill(params, IDS[:, start : start + size], cache=cache, chunk_size=16)
         start += size
@@ -37,7 +37,7 @@ def test_u20_any_split_of_a_prefill_equals_one_call(kind, split):
 @pytest.mark.parametrize("prompt", [1, 3, 4, 5])
 def test_u26_u27_steps_after_a_prefill_equal_the_forward_pass(kind, prompt):
     params = tiny_params(kind)
-    want = forward(params, IDS[:, : prompt + 4], chunk_size=4)
+    want = forward(params, IDS[:, :9], chunk_size=4)  # for every prompt
     logits, cache = prefill(params, IDS[:, :prompt])
     assert_close(logits, want[:, prompt - 1])
     for position in range(prompt, prompt + 4):
@@ -54,7 +54,7 @@ def test_u12_one_token_prefill_equals_a_step_from_zero(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk_size", [16, 32, 64, 512])
+@pytest.mark.parametrize("chunk_size", [16, 512])
 def test_chunk_size_changes_nothing(kind, chunk_size):
     params = tiny_params(kind)
     assert_close(forward(params, IDS, chunk_size=chunk_size), forward(params, IDS, chunk_size=1), atol=3e-5)
@@ -104,7 +104,7 @@ def test_u01_u03_left_and_right_padding_score_alike(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_see_nothing_of_each_other(kind):
     params = tiny_params(kind)
-    lengths = (7, 1, 20, 12)
+    lengths = (17, 1, 17, 5)
     packed = forward(params, IDS[:1], segment_ids=np.repeat(np.arange(4), lengths)[None], chunk_size=16)
     ends = list(itertools.accumulate(lengths))
     for start, end in zip([0, *ends], ends, strict=False):
@@ -207,17 +207,19 @@ def test_rates_beyond_float32_make_no_nan(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_is_differentiable(kind):
-    params = tiny_params(kind)
+    params = tiny_params(kind, n_layer=1)
 
+    @jax.jit
     def loss(params):
         logits = forward(params, IDS, chunk_size=16)
         return -jax.nn.log_softmax(logits)[:, :-1][np.arange(2)[:, None], np.arange(39), IDS[:, 1:]].mean()
 
     grads = jax.grad(loss)(params)
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
-    direction = jax.tree.map(lambda x: jnp.sign(x) * 1e-3, grads)
+    weights, grads = (jax.tree.map(np.asarray, tree) for tree in (params, grads))
+    direction = jax.tree.map(lambda x: np.sign(x) * np.float32(1e-3), grads)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), grads, direction)))
-    ahead, behind = (loss(jax.tree.map(lambda p, d, s=s: p + s * d, params, direction)) for s in (1, -1))
+    ahead, behind = (loss(jax.tree.map(lambda p, d, s=s: p + s * d, weights, direction)) for s in (1, -1))
     np.testing.assert_allclose((ahead - behind) / 2, slope, rtol=3e-2)
 
 
