@@ -296,7 +296,7 @@ def draw(one: list[Row], path: Path) -> None:
         panel.set(yscale="log", ylabel=label, title=f"{kind}, batch 1")
         panel.set_xticks(range(len(models)), models, rotation=40, ha="right", fontsize=8)
         panel.grid(axis="y", alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="upper left")
     figure.suptitle("TPU v6e: computed from compiled programs (bounds, not measurements)", fontsize=11)
     figure.savefig(path, dpi=110)
 
